@@ -18,6 +18,7 @@ from bessemer.objectives.grpo import GrpoSettings, grpo
 from bessemer.rl.packing import pack_rows
 from bessemer.rl.rollout import completion_rows
 from bessemer.rl.sampler import Sampler
+from bessemer.topology import TopologySettings, make_topology
 from bessemer.training import launch
 from bessemer.training.step import used_micro_batches
 
@@ -181,6 +182,24 @@ def test_stopped_in_a_packed_rollout_and_resumed(
     assert_same(second, whole)
     with pytest.raises(InputError, match=r"grpo\.pack cannot be changed on resume"):
         launch.reopen(tmp_path / "part", ["grpo.pack=false"])
+
+
+@pytest.mark.slow
+def test_on_a_mesh_the_same_update(settings: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """data 4 × fsdp 2, two micro-batches: sequences are summed and blank micro-batches left out as on one device."""
+    given = settings | {"training.steps": 2, "training.batch_size": 16, "grpo.group_size": 8, "grpo.mini_batches": 1}
+    given |= {"objective": "gspo", "grpo.kl_coef": 0.01, "grpo.num_iterations": 2, "grpo.clip_eps": 0.2}
+    made = []
+    for name, mesh, devices in (("one", {}, 1), ("eight", {"data": 4, "fsdp": 2}, 8)):
+        topology = make_topology(TopologySettings(**mesh), devices=jax.devices()[:devices])
+        monkeypatch.setattr(launch, "make_topology", lambda settings, made=topology: made)
+        made.append(build(given, tmp_path, name, training__per_device_batch_size=8 // devices))
+        made[-1].run()
+    one, eight = made
+    np.testing.assert_array_equal(one.rollout.rows["target_ids"], eight.rollout.rows["target_ids"])
+    assert one.functions.accumulate_steps == eight.functions.accumulate_steps == 2
+    for left, right in zip(jax.tree.leaves(one.state.params), jax.tree.leaves(eight.state.params), strict=True):
+        np.testing.assert_allclose(np.asarray(left), np.asarray(right), atol=1e-5)
 
 
 def test_what_cannot_be_packed_is_refused(settings: dict[str, Any], tmp_path: Path) -> None:

@@ -128,13 +128,12 @@ class AheadOfTraining:
     def sampler(self) -> Sampler:
         return self._sampler()
 
-    def rollout(self, number: int, step: int, another: bool) -> Rollout:
-        """Return rollout `number`, to be trained on from `step` on. another: whether a rollout follows it.
+    def rollout(self, number: int, step: int, another: bool, clock: Laps) -> Rollout:
+        """Return rollout `number`, to be trained on from `step` on. another: whether a rollout follows it. clock: runs.
 
         The seconds in its metrics are those that passed here: of sampling (mostly of the next rollout), of waiting for
         rewards, of scoring. time/reward_overlap_s is how long its rewards took beside other work.
         """
-        clock = Laps()
         now, self.next = self.next, None
         if now is None or now.rollout.number != number:  # the first one, or after a rollback
             now = self.sample(number, step)

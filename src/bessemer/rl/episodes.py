@@ -40,7 +40,7 @@ from bessemer.registry import environments
 from bessemer.rl.environments.base import Environment, EnvironmentSpec
 from bessemer.rl.prompts import Chosen, longest_prompt
 from bessemer.rl.rollout import Rollout, completion_rows, row_types
-from bessemer.rl.sampler import REWARD_SECONDS, Sampler
+from bessemer.rl.sampler import REWARD_SECONDS, Laps, Sampler
 from bessemer.rl.workers import Outcome, Workers
 from bessemer.topology import agree, broadcast, forget, process_index
 from bessemer.user_code import label
@@ -263,10 +263,10 @@ class EpisodeSampler(Sampler):
     def take(self, samples: Sequence[Sample]) -> None:
         self.played = _episodes(samples)
 
-    def rollout(self, number: int) -> Rollout:
+    def rollout(self, number: int, clock: Laps | None = None) -> Rollout:
         self.counts.clear()
         self.waited = 0.0
-        made = super().rollout(number)
+        made = super().rollout(number, clock)
         kept = [sample for sample in self.played if sample.kept]
         made.metrics |= {
             "completion_len": float(np.mean([sample.length for sample in kept])),

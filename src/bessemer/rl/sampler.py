@@ -73,6 +73,11 @@ class Laps:
         now = time.monotonic()
         self.seconds[part], self._mark = self.seconds.get(part, 0.0) + (now - self._mark), now
 
+    @property
+    def total(self) -> float:
+        """Seconds of all parts."""
+        return sum(self.seconds.values())
+
 
 @dataclass
 class Sampler:
@@ -222,10 +227,11 @@ class Sampler:
             engine.update_params(None)  # the next step donates them
             engine.reset()
 
-    def rollout(self, number: int) -> Rollout:
+    def rollout(self, number: int, clock: Laps | None = None) -> Rollout:
         """Return rollout `number` of the run: prompts, completions, and for reinforcement rewards, advantages and old
-        log-probabilities. Its metrics include the seconds of sampling, rewards and scoring."""
-        clock, counted = Laps(), self.counted
+        log-probabilities. Its metrics include the seconds of sampling, rewards and scoring. clock: one that runs
+        already."""
+        clock, counted = clock or Laps(), self.counted
         chosen = self.plan.prompts(number)
         results, samples, rows = self.first_draw(number, chosen)
         clock.end("time/rollout_s")
@@ -336,7 +342,7 @@ class Sampler:
         self, number: int, chosen: Chosen, results: list[Result], rewards: dict[str, np.ndarray], clock: Laps
     ) -> tuple[Groups, dict[str, float]]:
         """Return the groups of rollout `number` with flat ones replaced, and the metrics of it."""
-        size, before = self.settings.group_size, sum(clock.seconds.values())
+        size, before = self.settings.group_size, clock.total
 
         def groups(results: list[Result], rewards: dict[str, np.ndarray]) -> Groups:
             grouped = {name: values.reshape(-1, size) for name, values in rewards.items()}
@@ -358,8 +364,7 @@ class Sampler:
             return self.plan.others(number, turn)
 
         made = replace_flat(groups(results, rewards), chosen, self.settings.resample, others, draw)
-        seconds = sum(clock.seconds.values()) - before
-        return made.groups, {**made.metrics, "time/resample_s": seconds}
+        return made.groups, {**made.metrics, "time/resample_s": clock.total - before}
 
     def flat(self, samples: Sequence[Sample], grouped: np.ndarray) -> np.ndarray:
         """Return which groups have equal rewards, (groups,). grouped: the rewards of the samples, (groups, G)."""

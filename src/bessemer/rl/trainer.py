@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import time
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Generic, cast
@@ -35,7 +34,7 @@ from bessemer.rl.prompts import PromptPlan, StoredPlan, build_prompts, build_sto
 from bessemer.rl.resample import check_resampling
 from bessemer.rl.rewards import Rewards, RewardSpec
 from bessemer.rl.rollout import GRPOTrainerConfig, Rollout, check_rollout, route_rows, routes_fields, row_types
-from bessemer.rl.sampler import Sampler
+from bessemer.rl.sampler import Laps, Sampler
 from bessemer.rl.shaping import check_penalty
 from bessemer.storage.artifacts import PASS_RATES, ROLLOUT, ROLLOUT_AHEAD
 from bessemer.topology import agree, process_count
@@ -290,18 +289,18 @@ class GRPOTrainer(BaseTrainer[GRPOTrainerConfig, M], Generic[M]):
         number, within = self.passes.place(position)
         if self.rollout is None or self.rollout.number != number:
             self.rollout = self._packed = None  # released before the next one is made
-            remedy, begun = "Lower grpo.slots, or grpo.mini_batches in a new run", time.monotonic()
+            remedy, clock = "Lower grpo.slots, or grpo.mini_batches in a new run", Laps()
             with doing(self.run_state, f"the sampling of rollout {number}", remedy):
                 if self._compiling is not None:
                     self._compiling.result()
                     self._compiling = None
                 jax.block_until_ready(self.state.step)  # the last step is not time of this rollout
                 if self.ahead is None:
-                    self.rollout = self.sampler.rollout(number)
+                    self.rollout = self.sampler.rollout(number, clock)
                 else:
                     another = (number + 1) * self.passes.steps - self.data_offset < self.steps
-                    self.rollout = self.ahead.rollout(number, self.step, another)
-            self.rollout_seconds = (self.rollout_seconds or 0.0) + time.monotonic() - begun
+                    self.rollout = self.ahead.rollout(number, self.step, another, clock)
+            self.rollout_seconds = (self.rollout_seconds or 0.0) + clock.total
         if not self.settings.pack:
             return self.passes.take(self.rollout, within)
         if self._packed is None or self._packed[0] != position:  # a batch is read micro-batch by micro-batch
