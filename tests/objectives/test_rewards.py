@@ -77,6 +77,21 @@ def fails(prompts, completions, **columns):
     raise KeyError("colour")
 
 
+def leaves(prompts, completions, **columns):
+    raise SystemExit(0)  # what unittest.main does in a reward that runs tests
+
+
+def huge(prompts, completions, **columns):
+    return [1e308] * len(completions)
+
+
+def greedy(prompts, completions, tests, **columns):
+    """Empties what it is given."""
+    return [
+        float(len(prompt) + len([rows.pop() for _ in rows[:]])) for prompt, rows in zip(prompts, tests, strict=True)
+    ]
+
+
 def short(prompts, completions, **columns):
     return [1.0] * (len(completions) - 1)
 
@@ -104,12 +119,28 @@ def plain(prompts, completions):
         ("short", "shape"),
         ("infinite", "nan"),
         ("words", "not return a list of numbers"),
+        ("leaves", "failed: SystemExit: 0"),
     ],
 )
 def test_a_bad_reward_ends_the_run_with_its_name(name, says):
     with pytest.raises(TrainingError, match=f"{name}.*{says}") as error:
         score([f"{__name__}:{name}"], ["a", "b"])
     assert error.value.exit_code == 3
+
+
+def test_sums_that_overflow_and_weights_that_are_nan_end_the_run():
+    for weight in (10.0, float("nan")):
+        with pytest.raises(TrainingError, match="the rewards sum to"):
+            score([{"name": f"{__name__}:huge", "weight": weight}], ["a"])
+
+
+def test_a_reward_that_changes_its_arguments_changes_no_later_rollout():
+    tests = ["one", "two"]
+    rows = {"tests": [tests] * 3}  # the completions of a group share the row of their prompt
+    for _ in range(2):
+        _, each = score([f"{__name__}:greedy"], ["a"] * 3, **rows)
+        assert [values.tolist() for values in each.values()] == [[3.0, 3.0, 3.0]]
+    assert tests == ["one", "two"]
 
 
 def test_every_column_reaches_a_reward_by_module_and_function():

@@ -12,6 +12,7 @@ the run with an error that names it.
 
 from __future__ import annotations
 
+import copy
 import inspect
 import math
 import queue
@@ -91,9 +92,13 @@ class Rewards:
             spec.label: self._score(spec, function, prompts, completions, columns)
             for spec, function in zip(self.specs, self.functions, strict=True)
         }
-        total = np.zeros(len(completions))
-        for spec in self.specs:
-            total = total + spec.weight * each[spec.label]
+        with np.errstate(over="ignore", invalid="ignore"):
+            total = sum((spec.weight * each[spec.label] for spec in self.specs), np.zeros(len(completions)))
+        if not np.isfinite(total).all():
+            raise TrainingError(
+                f"the rewards sum to {total[~np.isfinite(total)][0]} for a completion: their weights or values are too "
+                "large, or a weight is not a number."
+            )
         return total, each
 
     def _score(
@@ -105,13 +110,13 @@ class Rewards:
         columns: Mapping[str, Sequence[Any]],
     ) -> np.ndarray:
         kept = accepted(function, {name: value for name, value in columns.items() if name not in spec.options})
+        given = {"prompts": own_copies(prompts), "completions": list(completions)}
+        given |= {name: own_copies(column) for name, column in kept.items()}
         try:
-            found = self._called(
-                spec, lambda: function(prompts=list(prompts), completions=list(completions), **kept, **spec.options)
-            )
+            found = self._called(spec, lambda: function(**given, **copy.deepcopy(spec.options)))
         except BessemerError:
             raise
-        except Exception as error:  # any code of the user's
+        except (Exception, SystemExit) as error:  # any code of the user's; test runners end with SystemExit
             raise TrainingError(
                 f"the reward '{spec.label}' failed: {type(error).__name__}: {error}. It was called with "
                 f"{len(completions)} completions and the columns {', '.join(sorted(kept)) or '(none)'}."
@@ -147,6 +152,12 @@ def accepted(function: Reward, columns: Mapping[str, Sequence[Any]]) -> dict[str
     parameters = inspect.signature(function).parameters
     takes_all = any(one.kind is one.VAR_KEYWORD for one in parameters.values())
     return {name: list(column) for name, column in columns.items() if takes_all or name in parameters}
+
+
+def own_copies(column: Sequence[Any]) -> list[Any]:
+    """Return the values, lists and mappings copied: a reward that changes its arguments would change later rollouts,
+    and a resumed run would not know."""
+    return [copy.deepcopy(value) if isinstance(value, list | dict) else value for value in column]
 
 
 def checked(name: str, found: Any, completions: Sequence[str]) -> np.ndarray:
