@@ -13,16 +13,22 @@ import pytest
 from bessemer import registry, user_code
 from bessemer.config import resolve
 from bessemer.data.stores.catalog import find_source
+from bessemer.data.tokenize.tool_calls import ToolCall
 from bessemer.errors import InputError
 from bessemer.evaluate.evaluator import check_tasks, choose
 from bessemer.job import RunDirectory
 from bessemer.job.trust import check_trust, named_code
+from bessemer.rl.environments.base import EnvironmentSpec
+from bessemer.rl.environments.gymnasium import Gymnasium
+from bessemer.rl.environments.tools import FunctionTools
 from bessemer.rl.rewards import Rewards, RewardSpec
+from bessemer.rl.workers import Workers
 from bessemer.training.setup.schema import schema_of, with_full_paths
 
 PARTS = """
 import dataclasses
 import bessemer as bm
+from bessemer.rl.environments.base import Environment
 
 @dataclasses.dataclass
 class Told(bm.Callback):
@@ -39,6 +45,23 @@ def score(loaded, *, limit=None, batch_size=None):
 
 def texts():
     return [{"text": "the red fox"}]
+
+class World(Environment):
+    def reset(self, row, seed):
+        return "a maze"
+    def step(self, completion):
+        return None, 1.0, True
+
+class Maze:
+    def reset(self, seed=0):
+        return "a maze", {}
+    def step(self, action):
+        return "", 0.0, True, False, {}
+
+def twice(number: int) -> int:
+    return 2 * number
+
+TOOLS = [twice]
 """
 
 
@@ -57,7 +80,9 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.parametrize("word", ["own_parts", "own_parts.py", "./own_parts.py", "{here}/own_parts.py"])
-@pytest.mark.parametrize("kind", ["rewards", "callbacks", "evaluations", "datasets", "jobs", "plugins"])
+@pytest.mark.parametrize(
+    "kind", ["rewards", "callbacks", "evaluations", "datasets", "jobs", "plugins", "environments", "tools", "gymnasium"]
+)
 def test_a_file_in_the_working_directory_is_found_wherever_code_is_named(here: Path, word: str, kind: str) -> None:
     word = word.format(here=here)
     before = list(sys.path)
@@ -75,6 +100,17 @@ def test_a_file_in_the_working_directory_is_found_wherever_code_is_named(here: P
         assert find_source(f"{word}:texts").items == [{"text": "the red fox"}]  # type: ignore[union-attr]
     elif kind == "jobs":
         assert registry.jobs.get(f"{word}:Mine").__name__ == "Mine"
+    elif kind == "environments":
+        workers = Workers(EnvironmentSpec(f"{word}:World"), [], 1, 60.0, 0)
+        try:
+            outcome = workers.submit(0, {"call": "reset", "row": {}, "seed": 1}).result()
+        finally:
+            workers.close()
+        assert outcome.reply == {"prompt": "a maze", "tools": []}, outcome.failure
+    elif kind == "tools":
+        assert FunctionTools(f"{word}:TOOLS", match="none").call(ToolCall("twice", {"number": 4})) == "8"
+    elif kind == "gymnasium":
+        assert Gymnasium(f"{word}:Maze").reset({}, 0) == "a maze"
     else:
         registry.import_plugin(word)
         assert "own_parts" in sys.modules

@@ -20,6 +20,7 @@ import jax
 import numpy as np
 import pytest
 from tests.interop.test_bitsandbytes import make_quantized
+from tests.interop.test_mxfp4 import packed_folder
 from tests.interop.tiny_hf import chatty_folder, config_of_case, foreign_tokenizer, make_folder
 from tests.interop.tiny_peft import make_base, make_peft
 from tests.tiny_run import TEXTS, make_run, tiny_tokenizer
@@ -302,15 +303,16 @@ def with_another_header(data: bytes, draw: random.Random) -> bytes:
 def test_damaged_model_folders_never_end_in_a_traceback(
     seeds: range, call: Callable[..., Outcome], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Hugging Face's, 4-bit ones and PEFT's adapters: garbage, other values in their JSON, other headers of tensors."""
+    """Hugging Face's, 4-bit ones of two kinds and PEFT's adapters: garbage, other values in their JSON, other headers of tensors."""
     monkeypatch.chdir(tmp_path)
     base = make_base(tmp_path / "plain", "lora", vocab_size=262, eos_token_id=0)
     sizes = {"hidden_size": 128, "intermediate_size": 256}
     make_quantized(make_folder(tmp_path / "wide", {**config_of_case("qwen2"), **sizes}, dtype="float32"), Path("four"))
     make_folder(tmp_path / "gemma", config_of_case("gemma3"))
+    packed_folder(tmp_path / "experts")
     make_peft(tmp_path / "adapters", "dora", make_base(tmp_path / "over", "dora"))
     foreign_tokenizer(base)
-    folders = {"plain": [], "four": [], "gemma": [], "adapters": ["--base", "over"]}
+    folders = {"plain": [], "four": [], "gemma": [], "experts": [], "adapters": ["--base", "over"]}
     wrong = []
     for seed in seeds:
         draw = random.Random(f"folders {seed}")

@@ -33,7 +33,8 @@ def test_a_signal_stops_with_a_checkpoint(
     process.send_signal(number)
     output = finish(process)
     assert process.returncode == 75, output
-    assert f"received {number.name}" in output and f"bessemer resume {run}" in output
+    for text in (output, (run / "log.txt").read_text()):
+        assert f"received {number.name}" in text and f"bessemer resume {run}" in text
     status = json.loads((run / "status.json").read_text())
     assert status["state"] == "stopped" and status["exit_code"] == 75
     assert status["step"] == max(assert_sound(run)) == max(row["step"] for row in metrics(run)) == 5

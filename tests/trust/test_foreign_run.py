@@ -295,6 +295,20 @@ def test_data_given_now_is_not_downloaded_for_a_run_from_elsewhere(place: Path) 
     check_trust(run, given=["training/dataset"])
 
 
+def test_a_run_from_elsewhere_does_not_join_the_processes_of_its_sender(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Process 1 of a stranger's run would connect to his machine, and process 0 would listen for his."""
+    joined: list[Any] = []
+    monkeypatch.setattr("jax.distributed.initialize", lambda **arguments: joined.append(arguments))
+    peers = {"coordinator": "198.51.100.7:1234", "processes": 2, "process_id": 1}
+    refused(place, sent(place, {"job": "BaseTrainer", "topology": peers}), "topology.coordinator", "198.51.100.7")
+    phases = {"job": "phases", "phases": {"a": {**TOY, "topology.coordinator": "0.0.0.0:1234"}}}
+    refused(place, sent(place, phases, "phases"), "phases.a.topology.coordinator")
+    assert joined == []
+    check_trust(RunDirectory(place / "runs/foreign"), given=["topology/coordinator"])
+
+
 def test_what_the_user_gives_now_is_the_users(place: Path) -> None:
     private = str(place.parent / "private.txt")
     tree = {"logging": {"mirror": "s3://mine/runs"}, "training": {"dataset": [[{"name": private}]]}}

@@ -137,7 +137,9 @@ def test_no_command_is_harmed(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["code", "escapes", "exploding"])  # its processes are `train` and `resume`, as above
+@pytest.mark.parametrize(
+    "kind", ["code", "escapes", "exploding", "links", "root"]
+)  # its processes are `train` and `resume`, as above
 def test_the_local_launcher_is_not_harmed(
     kind: str, sound: RunDirectory, place: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

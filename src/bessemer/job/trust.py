@@ -5,6 +5,7 @@ Without --trust a run from elsewhere may not
     upload        logging.mirror, logging.wandb
     download      datasets and models of the hub (hf:…) and of buckets (s3://…, gs://…), with this user's credentials
     open a file   outside the working directory, the run itself, and the user's own cache
+    connect       to the processes of another machine: topology.coordinator
     choose data.root: compiled programs are loaded from there and prepared data is written there
     follow a link that leaves its directory
 and never, with --trust or without, is a `${resolver:…}` of a saved configuration resolved (config/bounded.py).
@@ -38,12 +39,14 @@ from bessemer.registry import SELECTORS, evaluations
 from bessemer.storage.files import atomic_file, atomic_write, home, storage
 from bessemer.storage.remote import is_remote
 
-CODE, RECIPE, UPLOAD, DOWNLOAD, FILE, FOLDER, LINK = "code", "recipe", "upload", "download", "file", "folder", "link"
+CODE, RECIPE, UPLOAD, DOWNLOAD, CONNECT = "code", "recipe", "upload", "download", "connect"
+FILE, FOLDER, LINK = "file", "folder", "link"
 VERBS = {
     CODE: "imports",
     RECIPE: "trains the recipe file",
     UPLOAD: "uploads to",
     DOWNLOAD: "downloads",
+    CONNECT: "trains with the processes at",
     FILE: "opens",
     FOLDER: "keeps compiled programs and data in",
     LINK: "links to",
@@ -51,6 +54,7 @@ VERBS = {
 REMOTE = ("hf:", "s3:/", "gs:/")
 """Beginnings of words that name data or a model elsewhere."""
 SECRET = "secret"
+PEERS = "topology.coordinator"
 WRITTEN = "data.root"
 """The setting that names a folder to write to. JAX loads the compiled programs in it, which are machine code."""
 BASE = ("init", "distill.teacher")
@@ -113,8 +117,8 @@ def requests_of(tree: Mapping[str, Any]) -> list[Request]:
 
 def _requests_in(where: str, text: str) -> Iterator[Request]:
     setting = _PHASE.sub("", where)
-    if setting == WRITTEN:
-        yield Request(FOLDER, where, text)
+    if setting in (WRITTEN, PEERS):
+        yield Request(FOLDER if setting == WRITTEN else CONNECT, where, text)
         return
     recipe = text.removeprefix("recipe:")
     if recipe != text or setting in ("recipe", "extends"):
@@ -164,8 +168,8 @@ def check_trust(
 ) -> None:
     """Raise InputError if `config` (default: the run's) asks for what only a run that was started here may do.
 
-    `given` are settings (a/b) that the user gives now, so files and stores that the run names there are not used (code
-    is: its own settings are read first). `mirror` is the object store that the user has named.
+    `given` are settings (a/b) that the user gives now, so files, stores and peers that the run names there are not used
+    (code is: its own settings are read first). `mirror` is the object store that the user has named.
     """
     if trust:
         return
@@ -198,7 +202,7 @@ def refused_requests(
     return [
         request
         for request in requests_of(tree)
-        if not (request.kind in (FILE, FOLDER, UPLOAD, DOWNLOAD) and _setting_of(request.where) in replaced)
+        if not (request.kind in (FILE, FOLDER, UPLOAD, DOWNLOAD, CONNECT) and _setting_of(request.where) in replaced)
         and not (request.where == "logging.mirror" and request.word.rstrip("/") == mirror)
         and is_harmful(request, run)
         and not is_marked(run, request)
