@@ -7,14 +7,18 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
+import jax.numpy as jnp
+import optax
 import pytest
 
 from bessemer import registry, user_code
+from bessemer.cli import _report_bug
 from bessemer.config import resolve
 from bessemer.data.stores.catalog import find_source
 from bessemer.data.tokenize.tool_calls import ToolCall
-from bessemer.errors import InputError
+from bessemer.errors import InputError, TrainingError
 from bessemer.evaluate.evaluator import check_tasks, choose
 from bessemer.job import RunDirectory
 from bessemer.job.trust import check_trust, named_code
@@ -24,6 +28,8 @@ from bessemer.rl.environments.tools import FunctionTools
 from bessemer.rl.rewards import Rewards, RewardSpec
 from bessemer.rl.workers import Workers
 from bessemer.training.setup.schema import schema_of, with_full_paths
+from bessemer.training.state import StepRules, TrainState
+from bessemer.user_code import load_attribute
 
 PARTS = """
 import dataclasses
@@ -224,3 +230,41 @@ def test_callbacks_named_by_file_take_part_in_a_run(here: Path) -> None:
     again = subprocess.run(resume, env=env, capture_output=True, text=True, cwd=elsewhere)
     assert again.returncode == 0, again.stdout + again.stderr
     assert json.loads((here / "runs/a/status.json").read_text())["state"] == "done"
+
+
+@pytest.mark.parametrize(
+    ("body", "begins"),
+    [
+        ("return missing", "error: in {file} line 2: NameError: "),
+        ("return jnp.zeros(3) @ jnp.zeros(2)", "error: in {file} line 2: TypeError: "),  # raised by a library
+        ("return registry.rewards.entry(3)", "error: called by {file} line 2: TypeError: "),
+    ],
+)
+def test_an_error_in_code_of_your_own_names_its_line(
+    here: Path, capsys: pytest.CaptureFixture[str], body: str, begins: str
+) -> None:
+    (here / "own_parts_faulty.py").write_text(
+        f"def score():\n    {body}\nimport jax.numpy as jnp\nfrom bessemer import registry\n"
+    )
+    score = load_attribute("own_parts_faulty.py:score", "reward")
+    with pytest.raises((NameError, TypeError)) as caught:
+        score()
+    _report_bug(caught.value)
+    *_, text = capsys.readouterr().err.splitlines()
+    assert text.startswith(begins.format(file=here / "own_parts_faulty.py"))
+    assert ("bug in bessemer" in text) == begins.startswith("error: called by")
+
+
+@pytest.mark.parametrize("returned", [jnp.ones(()), (jnp.ones(()), jnp.ones(())), (jnp.ones(()), 1, 2)])
+def test_an_objective_that_returns_something_else_is_told_what_to_return(returned: Any) -> None:
+    state = TrainState(
+        step=0,
+        apply_fn=lambda *arguments: None,
+        params={},
+        tx=optax.sgd(1.0),
+        opt_state=(),
+        loss_fn=lambda *arguments: returned,
+        rules=StepRules(),
+    )
+    with pytest.raises(TrainingError, match=r"must return \(Σ loss, Σ weight, \{name: Σ\}\)"):
+        state.objective({}, {}, None)

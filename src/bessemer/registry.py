@@ -72,7 +72,10 @@ class Registry:
         found = self._entries.get(self._aliases.get(name, name))
         if found is None:
             hint = did_you_mean(name, list(self.names()) + list(self._aliases))
-            raise InputError(f"unknown {self.kind} '{name}'.{hint} Known: {', '.join(self.names())}.")
+            raise InputError(
+                f"unknown {self.kind} '{name}'.{hint} Known: {', '.join(self.names())}. One of your own needs the file "
+                "that registers it: plugins=[FILE.py]"
+            )
         return found
 
     def get(self, name: str) -> Any:

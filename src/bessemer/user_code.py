@@ -86,6 +86,18 @@ def label(word: str) -> str:
     return f"{Path(name).stem}:{attribute}" if name.endswith(SCRIPT) else word
 
 
+def line_of(error: BaseException) -> tuple[str | None, bool]:
+    """Return "FILE line N", the last line of loaded files that ran before an error, or None; and whether the error
+    arose there, or in a library that it called, rather than in Bessemer."""
+    ours = str(Path(__file__).parent)
+    raised_there = True
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        if frame.filename in _by_path:
+            return f"{frame.filename} line {frame.lineno}", raised_there
+        raised_there = raised_there and not frame.filename.startswith(ours)
+    return None, False
+
+
 def _as_file(name: str) -> Path:
     return Path(*name.split(".")).with_suffix(SCRIPT)
 

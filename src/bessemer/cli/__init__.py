@@ -133,13 +133,23 @@ def main(arguments: list[str] | None = None) -> Any:
 
 
 def _report_bug(error: Exception) -> None:
-    """Print a bug. Its traceback is in the run's log if there is one, else on the screen."""
+    """Print a bug, of Bessemer or of code that the user named. Its traceback is in the run's log if there is one, else
+    on the screen."""
     log = getattr(error, "logged_in", None)
     if log is None:
         print(printable("".join(traceback.format_exception(error))), file=sys.stderr, end="")
+    from bessemer.user_code import line_of
+
     where = f" The traceback is in {log}." if log else ""
-    text = printable(f"error: a bug in bessemer: {type(error).__name__}: {error}.{where} Please report it.")
-    print(text, file=sys.stderr)
+    line, raised_there = line_of(error)
+    what = f"{type(error).__name__}: {error}.{where}"
+    if line is None:
+        text = f"error: a bug in bessemer: {what} Please report it."
+    elif raised_there:
+        text = f"error: in {line}: {what}"
+    else:
+        text = f"error: called by {line}: {what} If your code is right, this is a bug in bessemer: please report it."
+    print(printable(text), file=sys.stderr)
 
 
 def _leave(code: int) -> None:

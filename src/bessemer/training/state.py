@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -165,7 +165,14 @@ class TrainState(train_state.TrainState):
 
     def objective(self, params: Any, rows: Any, key: jax.Array | None) -> tuple[jax.Array, jax.Array, Any]:
         """Return (Σ loss, Σ weight, sums) of the objective for `params` in place of the trained ones."""
-        return self.loss_fn(self.apply_fn, self.whole(params), rows, key, **self.against())
+        result = self.loss_fn(self.apply_fn, self.whole(params), rows, key, **self.against())
+        if not (isinstance(result, tuple) and len(result) == 3 and isinstance(result[2], Mapping)):
+            what = f"a {type(result).__name__}" + (f" of {len(result)}" if isinstance(result, tuple) else "")
+            raise TrainingError(
+                "an objective must return (Σ loss, Σ weight, {name: Σ}), sums over the tokens of one micro-batch; this "
+                f"one returned {what}. docs/extending.md has an example."
+            )
+        return result
 
     def against(self) -> dict[str, Any]:
         """Return the keywords that give the objective its reference, if there is one."""
