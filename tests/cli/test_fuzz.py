@@ -303,7 +303,8 @@ def with_another_header(data: bytes, draw: random.Random) -> bytes:
 def test_damaged_model_folders_never_end_in_a_traceback(
     seeds: range, call: Callable[..., Outcome], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Hugging Face's, 4-bit ones of two kinds and PEFT's adapters: garbage, other values in their JSON, other headers of tensors."""
+    """Hugging Face's, 4-bit ones of two kinds and PEFT's adapters: garbage, other values in their JSON, other headers
+    of tensors."""
     monkeypatch.chdir(tmp_path)
     base = make_base(tmp_path / "plain", "lora", vocab_size=262, eos_token_id=0)
     sizes = {"hidden_size": 128, "intermediate_size": 256}

@@ -178,6 +178,7 @@ def test_settings_may_refer_to_each_other_and_a_written_dollar_stays_text(place:
         ({"logging": {"wandb": True}}, "logging.wandb"),
         ({"training": {"dataset": "{private}"}}, "private.txt"),
         ({"training": {"dataset": [[{"name": "../private.txt"}]]}}, "private.txt"),
+        ({"training": {"dataset": [[{"name": "{beside}/priv", "suffix": "ate.txt"}]]}}, "private.txt"),
         ({"data": {"tokenizer": "{private}"}}, "data.tokenizer"),
         ({"init": "{private}"}, "--base"),
         ({"distill": {"teacher": "{private}"}}, "--base"),
@@ -188,7 +189,8 @@ def test_settings_may_refer_to_each_other_and_a_written_dollar_stays_text(place:
 )
 def test_nothing_is_sent_or_opened_outside(place: Path, section: dict[str, Any], word: str) -> None:
     private = str(place.parent / "private.txt")
-    text = yaml.safe_dump({"job": "BaseTrainer", **section}).replace("{private}", private)
+    text = yaml.safe_dump({"job": "BaseTrainer", **section}, width=1000).replace("{private}", private)
+    text = text.replace("{beside}", str(place.parent))
     run = sent(place, yaml.safe_load(text))
     refused(place, run, word)
     adopt(run)

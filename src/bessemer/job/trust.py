@@ -100,6 +100,8 @@ def requests_of(tree: Mapping[str, Any]) -> list[Request]:
     found = [Request(CODE, "plugins", word) for _, word in texts_in(tree.get("plugins"))]
     for where, text in texts_in({name: value for name, value in tree.items() if name != "plugins"}):
         found += _requests_in(where, text)
+    for where, text in _stores_in(tree.get("training")):
+        found += _requests_in(where, text)
     logging = tree.get("logging")
     if isinstance(logging, Mapping):
         mirror = logging.get("mirror")
@@ -113,6 +115,19 @@ def requests_of(tree: Mapping[str, Any]) -> list[Request]:
                 for request in requests_of(nest(phase, "phases"))
             ]
     return list(dict.fromkeys(found))
+
+
+def _stores_in(training: Any) -> Iterator[tuple[str, str]]:
+    """Yield (setting, path) of datasets whose name and suffix together are the path of a store."""
+    waiting = [training.get("dataset")] if isinstance(training, Mapping) else []
+    while waiting:
+        one = waiting.pop()
+        if isinstance(one, Mapping):
+            name, suffix = one.get("name"), one.get("suffix")
+            if isinstance(name, str) and isinstance(suffix, str) and suffix:
+                yield "training.dataset.name", name + suffix
+        elif isinstance(one, list | tuple):
+            waiting += one
 
 
 def _requests_in(where: str, text: str) -> Iterator[Request]:
