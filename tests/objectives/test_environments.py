@@ -50,6 +50,10 @@ class Corridor:
     def step(self, action):
         self.place += 1 if action == 1 else -1
         return self.place, float(self.place == self.length), self.place == self.length, self.place < -3, {}
+
+class Loose(Corridor):
+    def reset(self, **given):
+        return super().reset(**given)
 '''
 
 
@@ -193,6 +197,7 @@ def test_functions_of_the_user_are_tools(own: Path) -> None:
     assert answer("add", a=1, b=2.5) == "3.5"
     assert answer("rain") == "error: there is no function rain; there are weather, add"
     assert len(game.step(say("", ToolCall("add", {"a": 1, "b": 1}), ToolCall("add", {"a": 2, "b": 2})))[0]) == 2
+    assert game.counts == {"tool_calls": 10, "tool_errors": 6}
     with pytest.raises(InputError, match="not a list of functions"):
         environments.get("tools")(target=f"{own}:weather")
     with pytest.raises(InputError, match="parameter 'a' of add needs a type"):
@@ -204,6 +209,7 @@ def test_gymnasium_environments_are_played_in_words(own: Path) -> None:
     assert game.reset({"start": 1}, 7) == "Walk.\n1"
     assert game.step(say("right")) == ("Say a number from 0 to 1.", -0.5, False)
     assert game.step(say("0")) == ("0", 0, False)
+    assert environments.get("gym")(target=f"{own}:Loose").reset({"start": 1}, 7) == "1"  # it gets the seed too
     named = environments.get("gym")(target=f"{own}:Corridor", actions=["left", "right"])
     named.reset({}, 0)
     assert named.step(say("1"))[0] == "Say left, right."

@@ -95,3 +95,4 @@ def test_calls_and_results_are_trained_as_they_were_sampled(
     np.testing.assert_array_equal(made.rewards["reward"], 1.0)
     counted = json.loads((trainer.run_directory.metrics).read_text().splitlines()[0])
     assert counted["env/turns"] == 2 and counted["env/failures"] == 0
+    assert counted["env/tool_calls"] == 16 and counted["env/tool_errors"] == 4

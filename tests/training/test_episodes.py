@@ -179,7 +179,7 @@ def _prompts(made: Any, sampler: EpisodeSampler) -> list[list[int]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how", ["raise", "nan", "text", "short", "blank", "object", "hang", "die"])
+@pytest.mark.parametrize("how", ["raise", "nan", "text", "short", "blank", "object", "counts", "hang", "die"])
 def test_a_failing_environment_ends_the_run_or_is_skipped_and_counted(
     how: str, whole: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:

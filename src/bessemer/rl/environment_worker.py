@@ -21,6 +21,8 @@ from bessemer.registry import environments, import_plugin
 from bessemer.rl.environments.base import Completion, Environment
 
 Message = dict[str, Any]
+RESERVED = {"turns", "failures", "timeouts", "errors", "retries"}
+"""What is counted of every environment."""
 
 
 def serve(requests: Iterator[str], replies: Any) -> None:
@@ -80,7 +82,19 @@ def step(environment: Environment, given: Mapping[str, Any]) -> Message:
     if observation is None and not done:
         raise TypeError("there is no observation, and the episode is not over")
     seen = None if observation is None or done else content(observation, "the observation is")
-    return {"observation": seen, "reward": float(reward), "done": bool(done)}
+    return {"observation": seen, "reward": float(reward), "done": bool(done), "counts": counted(environment.counts)}
+
+
+def counted(counts: Any) -> dict[str, int]:
+    """Return what an environment has counted as JSON has it."""
+    fits = isinstance(counts, Mapping) and all(
+        isinstance(name, str) and isinstance(count, Integral) for name, count in counts.items()
+    )
+    if not fits or RESERVED & set(counts):
+        raise TypeError(
+            f"counts are {counts!r:.100}: names with whole numbers, and other names than {', '.join(sorted(RESERVED))}"
+        )
+    return {name: int(count) for name, count in counts.items()}
 
 
 def content(value: Any, what: str) -> Any:

@@ -106,6 +106,7 @@ class Episode:
     last: Sample | None = None
     calls: tuple[ToolCall, ...] = ()
     finish: str | None = None
+    counts: dict[str, int] = field(default_factory=dict)  # the environment's own
 
     def take(self, sample: Sample) -> None:
         """Add the tokens of a turn."""
@@ -156,6 +157,7 @@ class EpisodeSampler(Sampler):
     say: Callable[[str], None]
     played: list[EpisodeSample] = field(default_factory=list)  # of the last call of `complete`, or of the rollout
     counts: Counter[str] = field(default_factory=Counter)  # since the rollout began, also of episodes replaced
+    counted_by_environments: Counter[str] = field(default_factory=Counter)
     waited: float = 0.0  # seconds that the sampler waited for environments
 
     @property
@@ -209,6 +211,8 @@ class EpisodeSampler(Sampler):
         self.played = [episode.as_sample() for episode in play.episodes]
         failed = [sample for sample in self.played if not sample.kept]
         self.counts.update(play.counts, failures=len(failed))
+        for episode in play.episodes:
+            self.counted_by_environments.update(episode.counts)
         self.waited += play.waited
         if len(failed) == len(self.played) and not may_fail:
             raise TrainingError(
@@ -265,6 +269,7 @@ class EpisodeSampler(Sampler):
 
     def rollout(self, number: int, clock: Laps | None = None) -> Rollout:
         self.counts.clear()
+        self.counted_by_environments.clear()
         self.waited = 0.0
         made = super().rollout(number, clock)
         kept = [sample for sample in self.played if sample.kept]
@@ -274,6 +279,7 @@ class EpisodeSampler(Sampler):
             "env/turns": float(np.mean([sample.turns for sample in kept])),
             "env/failures": float(self.counts["failures"]),
             **{f"env/{name}": float(self.counts[name]) for name in COUNTED},
+            **{f"env/{name}": float(count) for name, count in sorted(self.counted_by_environments.items())},
             "time/env_s": self.waited,
         }
         return made
@@ -436,6 +442,7 @@ class Play:
         """Append observations and sample the next turns; end episodes that are over, or have no turn or room left."""
         for episode, reply in answers:
             episode.reward += reply["reward"]
+            episode.counts = reply["counts"]
             if reply["done"]:
                 episode.finish = "stop"
                 continue

@@ -22,6 +22,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from dataclasses import field as plain_field
+from types import MappingProxyType
 from typing import Any
 
 from bessemer.config import field
@@ -50,6 +51,8 @@ class Environment(ABC):
 
     tools: Sequence[Mapping[str, Any]] = ()
     """JSON schemas of the functions the model may call, for templates that describe tools; none: it calls nothing."""
+    counts: Mapping[str, int] = MappingProxyType({})
+    """What it has counted in this episode, by name: logged as env/NAME, summed over the episodes of a rollout."""
 
     @abstractmethod
     def reset(self, row: Row, seed: int) -> Content:

@@ -40,7 +40,9 @@ class Gymnasium(Environment):
 
     def reset(self, row: Row, seed: int) -> str:
         takes = inspect.signature(self.env.reset).parameters
-        found = self.env.reset(**{name: one for name, one in (("seed", seed), ("options", dict(row))) if name in takes})
+        every = any(one.kind is one.VAR_KEYWORD for one in takes.values())
+        given = {"seed": seed, "options": dict(row)}
+        found = self.env.reset(**{name: one for name, one in given.items() if every or name in takes})
         if not isinstance(found, tuple) or len(found) != 2:
             raise TypeError(f"reset returned {found!r:.100}, not (observation, info)")
         return "\n".join(filter(None, (self.prompt, shown(found[0]))))

@@ -1,7 +1,8 @@
 """Environments in which the model calls functions: `ToolEnvironment`, and `tools` for functions of your own.
 
 A completion with calls is answered with one tool message per call, in the model's own template; a call that cannot be
-read or made is answered with "error: …". The first completion without a call is the answer and ends the episode.
+read or made is answered with "error: …", and counted (env/tool_errors of env/tool_calls). The first completion without
+a call is the answer and ends the episode.
 
     grpo.environment='{name: tools, options: {target: my_tools.py:TOOLS}}'
 
@@ -70,6 +71,7 @@ class ToolEnvironment(Environment):
             raise InputError(f"match is exact, number or none; got {match!r}.")
         self.match = match
         self.row: dict[str, Any] = {}
+        self.counts = {"tool_calls": 0, "tool_errors": 0}
 
     @abstractmethod
     def call(self, call: ToolCall) -> str:
@@ -90,11 +92,13 @@ class ToolEnvironment(Environment):
         return results, 0.0, False
 
     def result(self, call: ToolCall) -> str:
+        self.counts["tool_calls"] += 1
         try:
             if call.error:
                 raise ToolError(call.error)
             return self.call(call)[:LONGEST] or "(nothing)"
         except ToolError as error:
+            self.counts["tool_errors"] += 1
             return f"error: {error}"[:LONGEST]
 
     def right(self, text: str) -> bool:
