@@ -71,7 +71,7 @@ class ToolEnvironment(Environment):
             raise InputError(f"match is exact, number or none; got {match!r}.")
         self.match = match
         self.row: dict[str, Any] = {}
-        self.counts = {"tool_calls": 0, "tool_errors": 0}
+        self.counts: dict[str, int] = {"tool_calls": 0, "tool_errors": 0}
 
     @abstractmethod
     def call(self, call: ToolCall) -> str:
