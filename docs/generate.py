@@ -164,6 +164,7 @@ def command_line_page() -> str:
     text = [
         "# Command line",
         NOTE,
+        "Look up a command and its options; every command prints the same with `--help`:",
         "```bash\nbessemer --help\nbessemer train --help\n```",
         "Settings are words `section.key=value` ([all of them](settings.md)); options start with dashes. "
         "[Exit codes](exit-codes.md) tell scripts how a command ended.",

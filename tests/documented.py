@@ -108,7 +108,7 @@ def commands(page: Path) -> list[str]:
     """Lines of shell blocks that call our tools, without prompt and comment."""
     lines = [line for text in blocks(page, "bash", "console", "sh", "") for line in text.splitlines()]
     lines = [re.sub(r"\s+#.*", "", line.strip().removeprefix("$ ")) for line in lines]
-    return [line for line in lines if re.match(r"(bessemer|python|make)( |$)", line)]
+    return [line for line in lines if re.match(r"(bessemer|python|make|cmp)( |$)", line)]
 
 
 def reason_not_run(command: str) -> str | None:

@@ -43,6 +43,7 @@ PYTHON = ["README.md"] + [
         "checkpoints",
         "configuration",
         "data",
+        "data-plans",
         "generation",
         "getting-started",
         "models",
@@ -65,7 +66,7 @@ def identity(page: Path) -> str:
 
 
 def runnable(page: Path) -> list[str]:
-    return [line for line in commands(page) if line.startswith("bessemer") and reason_not_run(line) is None]
+    return [line for line in commands(page) if line.startswith(("bessemer", "cmp")) and reason_not_run(line) is None]
 
 
 @pytest.fixture(scope="module")
@@ -132,6 +133,19 @@ def test_what_is_not_run_is_still_shown_and_its_reason_holds() -> None:
     assert {page.name for page in PAGES} >= set(RUN_ELSEWHERE)
     listed = {command for _, command, _ in not_run()}
     assert all(line in listed for line in shown if line.startswith("bessemer") and reason_not_run(line))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=identity)
+def test_a_page_starts_with_a_goal_and_a_command(page: Path) -> None:
+    """A title, a sentence or two, and then a block to copy, within the first screen."""
+    title, *lines = page.read_text(encoding="utf-8").splitlines()
+    fences = [number for number, line in enumerate(lines) if line.startswith("```")]
+    first = lines[fences[0]] if fences else ""
+    sections = [number for number, line in enumerate(lines) if line.startswith("## ")]
+    assert title.startswith("# ") and first in ("```bash", "```python"), f"{page.name}: {first}"
+    assert fences[0] < 25 and all(fences[0] < number for number in sections), f"{page.name}: line {fences[0] + 2}"
+    prose = [line for line in lines[: fences[0]] if line and not line.startswith(("<!--", "|", "!["))]
+    assert prose and prose[0][0].isalpha(), f"{page.name}: no sentence before the first command"
 
 
 def every_setting() -> set[str]:

@@ -18,6 +18,7 @@ def folder(home: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory in which every command of the page has been run, in order."""
     folder = tmp_path_factory.mktemp("extending")
     make_files(folder)
+    (folder / "examples").symlink_to(ROOT / "examples")
     (folder / "my_parts.py").write_text("\n\n".join(blocks(PAGE, "python")))
     for command in commands(PAGE):
         result = run(shorten(command), folder, home)

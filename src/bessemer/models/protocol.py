@@ -50,7 +50,7 @@ class Model(nn.Module, ABC):
         segment_ids: Array | None = None,
         deterministic: bool = True,
     ) -> Array:
-        """Return logits (B, T, V). input_ids, positions, segment_ids: (B, T); docs/data.md describes them."""
+        """Return logits (B, T, V). input_ids, positions, segment_ids: (B, T); docs/data-plans.md describes them."""
 
     @abstractmethod
     def projection(self, batch: Batch, deterministic: bool = True) -> Projection:

@@ -45,7 +45,7 @@ micro-batches of them are not computed."""
 
 
 class DatasetStyle(Enum):
-    """How documents become rows; docs/data.md compares them."""
+    """How documents become rows; docs/data-plans.md compares them."""
 
     PMD = "pmd"  # contiguous windows of the whole stream
     PACKED = "packed"  # whole documents by best fit, nothing dropped
