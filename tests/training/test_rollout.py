@@ -19,7 +19,7 @@ from bessemer.errors import InputError, StorageError
 from bessemer.models.llama import Llama
 from bessemer.models.moe import EXPERT_IDS
 from bessemer.registry import datasets
-from bessemer.rl.prompts import PromptPlan, PromptRows, end_ids, prompt_of, read_rows, read_split
+from bessemer.rl.prompts import PromptPlan, PromptRows, end_ids, numbered_split, prompt_of, read_rows, read_split
 from bessemer.rl.rollout import FIELDS, Passes, Rollout, check_rollout, completion_rows, spread
 from bessemer.storage.weights import to_bytes
 
@@ -165,6 +165,20 @@ def test_held_out_rows_do_not_depend_on_their_order_or_are_the_datasets_own(tmp_
     assert parts[0] == parts[1]
     datasets.register("own-part", held_out=lambda: [{"prompt": "held"}])(lambda: [{"prompt": "trained"}])
     assert read_split(Sampling("own-part"), 0.5) == ([{"prompt": "trained"}], [{"prompt": "held"}])
+
+
+def test_rows_are_named_by_their_place_in_the_file_whatever_is_held_out(tmp_path: Path):
+    path = tmp_path / "cats.jsonl"
+    path.write_text("".join(json.dumps({"prompt": f"cat {n}"}) + "\n" for n in range(1, 101)))
+    parts = numbered_split(Sampling(str(path)), 0.2)
+    assert sorted([*parts[0], *parts[1]]) == list(range(1, 101)) and len(parts[1]) > 5
+    for part in parts:
+        assert all(row["prompt"] == f"cat {number}" for number, row in part.items())
+        made = PromptRows(list(part.values()), "cats", tiny_tokenizer(), 32, longest=20, numbers=list(part))
+        assert made.places == list(part)
+    rows = [{"prompt": "cat"}, {"prompt": " "}]
+    with pytest.raises(InputError, match="cats row 40: a prompt is"):
+        PromptRows(rows, "cats", tiny_tokenizer(), 32, longest=20, numbers=[39, 40])
 
 
 def plan(seed: int = 0) -> PromptPlan:

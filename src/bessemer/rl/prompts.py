@@ -49,14 +49,22 @@ TAKEN = ("prompts", "completions", "completion_tokens")  # arguments of every re
 def read_split(sampling: Sampling, val_fraction: float) -> tuple[list[Row], list[Row]]:
     """Return training and held-out rows: the dataset's own held-out part, or rows whose content hash is below
     `val_fraction`, in any order."""
+    train, held = numbered_split(sampling, val_fraction)
+    return list(train.values()), list(held.values())
+
+
+def numbered_split(sampling: Sampling, val_fraction: float) -> tuple[dict[int, Row], dict[int, Row]]:
+    """Return what `read_split` does, by the number of each row in its source, from 1."""
     rows = list(read_rows(sampling.name))
+    numbered = list(enumerate(rows, 1))
     held_out = own_held_out(sampling.name)
     if held_out is not None:
-        return rows, [checked_row(row, f"{sampling.name} (held out)") for row in held_out]
+        own = (checked_row(row, f"{sampling.name} (held out)") for row in held_out)
+        return dict(numbered), dict(enumerate(own, 1))
     texts = (json.dumps(row, sort_keys=True, default=str).encode() for row in rows)
     hashes = np.frombuffer(b"".join(hashlib.blake2b(text, digest_size=8).digest() for text in texts), ">u8")
     held = hashed_below(hashes, val_fraction)
-    return list(compress(rows, ~held)), list(compress(rows, held))
+    return dict(compress(numbered, ~held)), dict(compress(numbered, held))
 
 
 def read_rows(name: str) -> Iterator[Row]:
@@ -86,7 +94,7 @@ def end_ids(tokenizer: Tokenizer) -> tuple[int, ...]:
 class PromptRows:
     """Prompts of one source, as rows of a DataPlan: a "batch" says which prompt of which source each entry is.
 
-    Prompts longer than `longest` tokens are skipped and counted.
+    Prompts longer than `longest` tokens are skipped and counted. numbers: of the rows in their source, for messages.
     """
 
     def __init__(
@@ -100,6 +108,7 @@ class PromptRows:
         chat: bool = True,
         number: int = 0,
         environment: bool = False,  # which makes the prompts itself
+        numbers: Sequence[int] | None = None,
     ):
         self.block_size, self.number, self.name = block_size, number, name
         self.fields: Fields = {"source": ((), np.dtype(np.int64)), "prompt": ((), np.dtype(np.int64))}
@@ -108,8 +117,8 @@ class PromptRows:
         self.ids: list[list[int]] = []
         self.columns: list[Row] = []
         too_long = 0
-        for place, row in enumerate(rows):
-            where = f"{name} row {place + 1}"
+        for place, row in zip(numbers or range(1, len(rows) + 1), rows, strict=True):
+            where = f"{name} row {place}"
             if taken := [column for column in TAKEN if column in row]:
                 raise InputError(f"{where}: the column '{taken[0]}' is an argument of every reward; rename it.")
             if environment:
@@ -125,7 +134,7 @@ class PromptRows:
             self.prompts.append(prompt)
             self.ids.append(ids)
             self.columns.append(row)
-            self.places.append(place + 1)
+            self.places.append(place)
         if rows and not self.ids:
             raise InputError(
                 f"every one of the {len(rows)} prompts of {name} is longer than {longest} tokens: raise "
@@ -291,12 +300,12 @@ def read_prompts(
     in_memory = given.dataset_train is not None
     for number, sampling in enumerate([Sampling("given")] if in_memory else settings.datasets[0]):
         if in_memory:
-            parts = [list(given.dataset_train), list(given.dataset_eval or [])]
+            parts = [dict(enumerate(part, 1)) for part in (given.dataset_train, given.dataset_eval or [])]
         else:
-            parts = list(read_split(sampling, val_fraction if settings.validate else 0.0))
+            parts = list(numbered_split(sampling, val_fraction if settings.validate else 0.0))
         for rows, into in zip(parts, (mixture, held_out), strict=True):
             made = PromptRows(
-                rows,
+                list(rows.values()),
                 sampling.name,
                 tokenizer,
                 settings.block_size,
@@ -304,6 +313,7 @@ def read_prompts(
                 chat=settings.chat,
                 number=number,
                 environment=settings.environment is not None,
+                numbers=list(rows),
             )
             into.append((sampling, made))
             if made.stats["too_long"]:
