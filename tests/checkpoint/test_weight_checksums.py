@@ -13,12 +13,12 @@ from tests.tiny_run import make_run
 
 from bessemer.cli import main
 from bessemer.console import no_progress
-from bessemer.errors import BessemerError, StorageError
+from bessemer.errors import BessemerError, InputError, StorageError
 from bessemer.generate import load_model
 from bessemer.generate.export import export_run
 from bessemer.interop.folder import SINGLE, import_folder
 from bessemer.job import RunDirectory
-from bessemer.storage.weights import CHECKSUMS, WeightFile, write_file
+from bessemer.storage.weights import CHECKSUMS, OURS, WeightFile, to_bytes, write_file
 from bessemer.training.launch import build_trainer
 
 ARRAYS = {
@@ -159,3 +159,17 @@ def test_our_own_format_carries_checksums_of_its_texts(tmp_path: Path) -> None:
     export_run(run, tmp_path / "out", "hf", no_progress)
     checksums = WeightFile(tmp_path / "out" / SINGLE).checksums
     assert checksums is not None and set(checksums.files) == {"config.json", "tokenizer.json"}
+
+
+@pytest.mark.parametrize("name", ["", "..", "a\0b", "x" * 5000, "é" * 200, "a/b", "/etc/passwd"])
+def test_checksums_of_files_that_cannot_be_beside_are_bad_input(name: str, tmp_path: Path) -> None:
+    path = tmp_path / "model.safetensors"
+    data = to_bytes({"a": np.zeros(2, np.float32)}, {"format": OURS})
+    length = int.from_bytes(data[:8], "little")
+    header = json.loads(data[8 : 8 + length])
+    sums = json.loads(header["__metadata__"][CHECKSUMS])
+    header["__metadata__"][CHECKSUMS] = json.dumps(sums | {"files": {name: "0" * 64}})
+    text = json.dumps(header).encode()
+    path.write_bytes(len(text).to_bytes(8, "little") + text + data[8 + length :])
+    with pytest.raises(InputError, match=f"{path} .*its checksums name a file"):
+        WeightFile(path)

@@ -357,7 +357,9 @@ def _checksums(metadata: Mapping[str, str]) -> Checksums | None:
     found = Checksums(**json.loads(metadata[CHECKSUMS]))
     if not isinstance(found.arrays, dict) or not isinstance(found.files, dict):
         raise ValueError("its checksums are not objects")
-    if any(Path(name).name != name for name in found.files):
+    if not all(0 < len(name.encode()) < 256 and "\0" not in name for name in found.files):
+        raise ValueError("its checksums name a file that cannot be")
+    if any(Path(name).name != name or name == ".." for name in found.files):
         raise ValueError("its checksums name a file outside the folder")
     return found
 
