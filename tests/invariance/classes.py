@@ -166,6 +166,7 @@ CLASSES: dict[str, Class] = {
             "scanned, recomputed": member(architecture__scan_layers="true", architecture__remat="block"),
             "fsdp 2 x tensor 2 x context 2": mesh(fsdp=2, tensor=2, context=2),
             "fsdp 2 x expert 2 x tensor 2": mesh(fsdp=2, expert=2, tensor=2),
+            "pipeline 2 x expert 2": mesh(pipeline=2, expert=2),
         },
         ROUNDING,
         shared={**SGD, **EXPERTS},
