@@ -437,13 +437,15 @@ def _stacks(facts: Facts) -> float:
 
 def _exchange_buffers(facts: Facts, choice: Choice) -> float:
     """Return the bytes that room for the worst case adds: a device has room for the rows of all X devices of the expert
-    axis, X · N · k, and keeps the inputs and hidden values of all of them for its backward pass."""
+    axis, X · N · k, and keeps the inputs and hidden values of all of them for its backward pass. A stage keeps those of
+    its own layers, for one micro-batch."""
     shape, axes = facts.shape, choice.axes
     if shape is None or shape.experts is None or axes["expert"] == 1:
         return 0.0
-    rows = (axes["expert"] - 1) * choice.rows * facts.block / axes["context"] * shape.experts.active
+    sequences = choice.rows if choice.stages == 1 else 1
+    rows = (axes["expert"] - 1) * sequences * facts.block / axes["context"] * shape.experts.active
     width = 2 * shape.width + shape.mlp_matrices * shape.experts.width / axes["tensor"]
-    layers = shape.depth if remat_names(choice.remat) is None else 1
+    layers = shape.depth / choice.stages if remat_names(choice.remat) is None else 1
     return layers * rows * width * facts.compute_bytes
 
 
@@ -489,6 +491,7 @@ def _stage_collectives(facts: Facts, choice: Choice, steps: int, add: Any) -> No
     add("all-gather", ("fsdp",), 2 * turns, 2 * turns * own * width)
     add("reduce-scatter", ("fsdp",), turns, turns * own * 4)
     add("all-reduce", ("expert", "context"), turns, turns * dense / axes["fsdp"] * 4)
+    add("all-reduce", ("context",), turns, turns * stacks / axes["expert"] / axes["fsdp"] * 4)
     add("all-reduce", ("data",), steps, steps * own / axes["fsdp"] * 4)
     add("all-gather", ("pipeline", "fsdp"), 2 * steps, 2 * steps * tables * width)
     add("reduce-scatter", ("pipeline", "fsdp"), steps, steps * tables * 4)
@@ -499,19 +502,26 @@ def _stage_collectives(facts: Facts, choice: Choice, steps: int, add: Any) -> No
 
 
 def _activation_collectives(facts: Facts, choice: Choice, steps: int, add: Any) -> None:
-    """Tensor: four sums of the residual stream per layer. Context: keys and values gathered, gradients scattered."""
+    """Experts: two exchanges of tokens per layer, and two for their gradients; tensor: two sums of the residual stream,
+    and two. Those of the forward pass come again where blocks are recomputed, as in stages, which also send in idle
+    ticks. Context: keys and values gathered, gradients scattered."""
     shape = facts.shape
     if shape is None:
         return
-    tokens = steps * choice.rows * facts.block * facts.compute_bytes
-    stream = tokens / choice.axes["context"] * shape.width
-    if shape.experts is not None:  # rows to their experts and back, and the gradients of both
-        exchanges = 4 * shape.depth
-        add("all-to-all", ("expert",), exchanges * steps, exchanges * stream * shape.experts.active)
-    add("all-reduce", ("tensor",), (4 * shape.depth + 2) * steps, (4 * shape.depth + 2) * stream)
-    keys = 2 * tokens * shape.kv_width / choice.axes["tensor"] * shape.depth
-    add("all-gather", ("context",), 4 * shape.depth * steps, 2 * keys)
-    add("reduce-scatter", ("context",), 2 * shape.depth * steps, keys)
+    staged = choice.stages > 1
+    again = 2 * (staged + (remat_names(choice.remat) == ()))
+    # of one sequence through the layers of a stage at every tick, or of all sequences through all layers
+    turns, layers = (steps * choice.ticks, shape.depth / choice.stages) if staged else (steps, shape.depth)
+    sequence = facts.block / choice.axes["context"] * facts.compute_bytes
+    stream = (turns if staged else steps * choice.rows) * sequence * shape.width
+    moves = (4 + again) * layers
+    if shape.experts is not None:
+        add("all-to-all", ("expert",), round(moves * turns), moves * stream * shape.experts.active)
+    add("all-reduce", ("tensor",), round(moves * turns), moves * stream)
+    add("all-reduce", ("tensor",), 2 * steps, 2 * steps * choice.rows * sequence * shape.width)
+    keys = 2 * steps * choice.rows * facts.block * facts.compute_bytes * shape.kv_width / choice.axes["tensor"]
+    add("all-gather", ("context",), 4 * shape.depth * steps, 2 * keys * shape.depth)
+    add("reduce-scatter", ("context",), 2 * shape.depth * steps, keys * shape.depth)
 
 
 # --- time and cost: three rooflines of one step ---
