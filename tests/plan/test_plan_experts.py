@@ -66,6 +66,11 @@ def test_a_plan_for_64_gpus_prints_bytes_of_every_collective(planned: Planned) -
         assert any(kind in line and " × ".join(axes) in line for line in text.splitlines()), (kind, axes)
 
 
+def test_bytes_are_those_of_the_precision_over_there(planned: Planned) -> None:
+    """Two per number on a GPU, wherever the plan is made: on a CPU the model itself would compute in float32."""
+    assert planned.facts.compute_bytes == 2
+
+
 def test_tokens_travel_to_experts_and_back(planned: Planned) -> None:
     """Two exchanges per layer and two for the gradients; two more where the forward pass is computed again."""
     of_all = 8 * 512 // (8 * 64) * LAYERS * tokens_of(planned) * 7 / 8

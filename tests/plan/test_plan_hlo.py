@@ -115,3 +115,20 @@ def test_of_two_branches_the_one_that_sends_more_is_counted() -> None:
         entry = f"ENTRY %main (p: f32[8]) -> f32[8] {{\n  ROOT %c = f32[8]{{0}} conditional(%i, %a, %b), {words}\n}}\n"
         (found,) = collectives_of(branches + entry, LAYOUT)
         assert (found.kind, found.axes, found.count, found.payload) == ("all-reduce", ("fsdp",), 1, 32 * 4)
+
+
+def test_a_ragged_exchange_sends_the_rows_there_are() -> None:
+    """Of its two sides one has room for the worst case; the rows of an even load are those of the other."""
+    there = "%there = bf16[64,8]{1,0} ragged-all-to-all(%rows, %room, %a, %b, %c, /*index=5*/%d)"
+    back = "%back = bf16[16,8]{1,0} ragged-all-to-all(%there, %empty, %a, %b, %c, /*index=5*/%d)"
+    groups = "replica_groups={{0,1,2,3},{4,5,6,7}}"
+    text = f"""\
+ENTRY %main (p: bf16[16,8]) -> bf16[16,8] {{
+  %rows = bf16[16,8]{{1,0}} parameter(0)
+  {there}, channel_id=1, {groups}
+  ROOT {back}, channel_id=2, {groups}
+}}
+"""
+    (one,) = collectives_of(text, LAYOUT)
+    assert (one.kind, one.axes, one.count) == ("ragged-all-to-all", ("fsdp",), 2)
+    assert one.sent == 2 * 16 * 8 * 2 * 3 / 4

@@ -115,7 +115,8 @@ class Layout:
 # A loop's body counts once per iteration, and of the branches of a conditional the one that sends most; the compiler's
 # own cost analysis counts a scan over layers only once.
 HEAD = re.compile(r"^(?P<entry>ENTRY )?%?(?P<name>[\w.\-]+) \(.*\{\s*$")
-NAMED = re.compile(r"^\s*(?:ROOT )?%?[\w.\-]+ = ")
+NAMED = re.compile(r"^\s*(?:ROOT )?%?(?P<name>[\w.\-]+) = ")
+OPERAND = re.compile(r"\(%?([\w.\-]+)")
 ARRAY = re.compile(r"\b([a-z]+\d*[a-z0-9]*)\[([\d,]*)\]")
 CALLED = re.compile(r"\b(?:calls|to_apply|body)=%?([\w.\-]+)")
 EITHER = re.compile(r"\b(?:true_computation|false_computation)=%?([\w.\-]+)")
@@ -140,6 +141,7 @@ class Computation:
     calls: list[tuple[str, str, str | None]] = field(default_factory=list)  # callee, rest of the line, condition
     choices: list[list[str]] = field(default_factory=list)  # of which one runs, such as the stages of a pipeline
     bounds: list[int] = field(default_factory=list)  # constants: a loop's bound is the largest of its condition
+    types: dict[str, str] = field(default_factory=dict)  # instruction → its type
 
 
 def collectives_of(text: str, layout: Layout) -> list[Collective]:
@@ -170,19 +172,25 @@ def parse(text: str) -> tuple[dict[str, Computation], str]:
             current = parts[head["name"]] = Computation()
             entry = head["name"] if head["entry"] else entry
         elif begun := NAMED.match(line):
-            _read(line[begun.end() :], current, chains)
+            _read(begun["name"], line[begun.end() :], current, chains)
     return parts, entry
 
 
-def _read(words: str, into: Computation, chains: set[tuple[str, ...]]) -> None:
+def _read(name: str, words: str, into: Computation, chains: set[tuple[str, ...]]) -> None:
     """Read one instruction, `TYPE OPCODE(OPERANDS), ATTRIBUTES`, into `into`. A TPU hides one exchange behind several
     operations and names it in each of them: a chain."""
     end = _type_end(words)
     kind, rest = words[:end], words[end:].lstrip()
+    into.types[name] = kind
     opcode = rest.partition("(")[0]
     base = opcode.removesuffix("-start")
     if base in KINDS:
         chain = CHAIN.search(rest)
+        if (
+            opcode == "ragged-all-to-all"
+        ):  # one side has room for the worst case, the other has the rows of an even load
+            sent = OPERAND.search(rest)
+            kind = min(kind, into.types.get(sent[1] if sent else "", kind), key=_type_bytes)
         if chain is None or chain.groups() not in chains:
             into.collectives.append((opcode, kind, rest))
         chains |= {chain.groups()} if chain else set()
@@ -194,12 +202,12 @@ def _read(words: str, into: Computation, chains: set[tuple[str, ...]]) -> None:
         return
     condition = CONDITION.search(rest)
     into.calls += [
-        (name, rest, condition[1] if condition and opcode == "while" else None) for name in CALLED.findall(rest)
+        (callee, rest, condition[1] if condition and opcode == "while" else None) for callee in CALLED.findall(rest)
     ]
     if either := EITHER.findall(rest):
         into.choices.append(either)
     if branches := BRANCHES.search(rest):
-        into.choices.append([name.strip().lstrip("%") for name in branches[1].split(",")])
+        into.choices.append([branch.strip().lstrip("%") for branch in branches[1].split(",")])
 
 
 def _type_end(words: str) -> int:
@@ -230,6 +238,10 @@ def _collective(opcode: str, kind: str, rest: str, times: int, layout: Layout) -
     group = math.prod(layout.sizes[axis] for axis in axes) if base == "collective-permute" else len(members)
     payload = sum(sizes) * (group if base == "reduce-scatter" else 1)
     return Collective(base, axes, group, times, float(payload * times), layout.nodes(members))
+
+
+def _type_bytes(kind: str) -> int:
+    return sum(_bytes(name, shape) for name, shape in ARRAY.findall(kind))
 
 
 def _bytes(name: str, shape: str) -> int:

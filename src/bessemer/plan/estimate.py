@@ -94,11 +94,14 @@ class Facts:
     def precision(self) -> str:
         return precision_of(self.step.model)
 
-    @property
+    @cached_property
     def compute_bytes(self) -> int:
         """Return the bytes per weight in compute precision."""
         model = self.step.model
-        return int(jax.numpy.dtype(model.compute_dtype if isinstance(model, Transformer) else "float32").itemsize)
+        if not isinstance(model, Transformer):
+            return 4
+        with self.step.plan.context.topology.scope():  # in the precision of the target
+            return int(jax.numpy.dtype(model.compute_dtype).itemsize)
 
     @property
     def remat(self) -> tuple[str, ...]:
