@@ -94,6 +94,10 @@ BOUNDS = {  # with AdamW's own epsilon, measured: largest 1.6e-7, 1.2e-5, 3.3e-2
     "state": (4e-5, 2e-7),
 }
 """Largest and mean signed difference, as shares of an array's largest element."""
+DELTA_BOUNDS = {"gradients": (3e-4, 2e-6), "state": (6e-4, 4e-6)}
+"""For qwennext: the norm of a delta layer divides outputs near 0 by their own size, and half a unit in the last place
+of the weights moves the gradients on one device by 3e-5 to 3e-4 (24 draws; of llama by 8.8e-7). Measured on meshes:
+1.6e-4 and 6.4e-7. qwennext-experts has a larger epsilon there and BOUNDS: a wrong sum could not hide in both."""
 
 
 MOVES = {
@@ -138,7 +142,8 @@ def test_a_mesh_is_one_device(family: str, mesh: str, capfd: pytest.CaptureFixtu
     for kind, count in MOVES.get((family, mesh), {}).items():
         assert collectives(step)[kind] == count, kind
     got, wanted = jax.device_get(step(*arguments)), one_device(family)
-    for part, (largest, mean) in BOUNDS.items():
+    bounds = BOUNDS | (DELTA_BOUNDS if family == "qwennext" else {})
+    for part, (largest, mean) in bounds.items():
         off = difference(got[part], wanted[part])
         print(part, off)
         assert off.largest < largest and abs(off.mean) < mean, (part, off)
