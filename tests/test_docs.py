@@ -218,10 +218,20 @@ def test_editors_see_the_names_that_the_package_gives() -> None:
 
 
 def test_links_between_pages_lead_somewhere() -> None:
-    for page in [*PAGES, ROOT / "CONTRIBUTING.md"]:
-        for target in re.findall(r"\]\(([^)#\s]+)[^)]*\)", page.read_text(encoding="utf-8")):
-            if "://" not in target:
-                assert (page.parent / target).exists(), f"{page.name} links to {target}"
+    for page in [*PAGES, *(ROOT / f"{name}.md" for name in ("CONTRIBUTING", "SECURITY", "CHANGELOG"))]:
+        for target, anchor in re.findall(r"\]\(([^)#\s]+)#?([^)]*)\)", page.read_text(encoding="utf-8")):
+            if "://" in target:
+                continue
+            found = page.parent / target
+            assert found.exists(), f"{page.name} links to {target}"
+            assert not anchor or anchor in anchors(found), f"{page.name} links to {target}#{anchor}"
+
+
+def anchors(page: Path) -> set[str]:
+    """The anchors of a page's headings, as mkdocs and GitHub make them."""
+    headings = re.findall(r"^#+ (.+)$", page.read_text(encoding="utf-8"), re.M)
+    plain = [re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", text).lower() for text in headings]
+    return {re.sub(r"\s+", "-", re.sub(r"[^\w\s-]", "", text).strip()) for text in plain}
 
 
 def test_the_site_builds_strictly_and_loads_nothing_from_elsewhere(tmp_path: Path) -> None:
