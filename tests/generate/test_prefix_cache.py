@@ -8,6 +8,7 @@ import pytest
 from bessemer.generate import Engine, Request, SamplingOptions
 from bessemer.generate.prefix import Held, PrefixCache, continued_width
 from bessemer.models.llama import Llama
+from bessemer.models.qwennext import QwenNext
 from compilations import counted_compilations
 from tiny_run import random_params, tiny_model
 
@@ -17,6 +18,7 @@ WINDOWED = WHOLE.clone(window="SL", window_short=0.25)  # a ring of 32 keys
 BIGRAMS = WINDOWED.clone(bigram_rows=256)  # its cache also holds the last token
 SHAPE = {"depth": 2, "width": 32, "head_dim": 16, "vocab_size": 300, "block_size": BLOCK, "precision": "float32"}
 LLAMA = Llama(**SHAPE, kv_heads=1)
+QWENNEXT = QwenNext(**SHAPE, kv_heads=1, delta_layers="DF", rotary_share=0.5, delta_key_dim=6, delta_value_dim=8)
 
 
 def engines_of(model, **options):
@@ -102,6 +104,21 @@ def test_rows_are_cut_where_texts_part_unless_a_window_lost_what_is_needed(model
         list(same(cached, plain, [asked([*text[:parts], 1, 2], 3, 4)]))
         fits = model is LLAMA or len(text) + 3 <= model.most_rewound
         assert cached.reused_tokens - before == (parts if fits else 0)
+
+
+@pytest.mark.slow
+def test_a_state_is_continued_and_copied_but_never_cut():
+    """Recurrent layers: three turns of two conversations prefill what is new; a text that parts earlier begins anew."""
+    cached, plain = engines_of(QWENNEXT, slots=4)
+    texts = [tokens(5, 1), tokens(70, 2)]
+    for turn in range(3):
+        before, held = cached.reused_tokens, sum(len(text) for text in texts)
+        answers = list(same(cached, plain, [asked(text, 7 * turn + n) for n, text in enumerate(texts)]))
+        assert cached.reused_tokens - before == (0 if turn == 0 else held - len(texts) - 2 * 3)
+        texts = [[*text, *answer.ids, *tokens(3, 50 + turn)] for text, answer in zip(texts, answers, strict=True)]
+    before = cached.reused_tokens
+    list(same(cached, plain, [asked([*texts[1][:40], 1, 2], 3)]))
+    assert cached.reused_tokens == before
 
 
 @pytest.mark.slow
