@@ -222,6 +222,12 @@ def test_data_beside_a_recipe_without_the_name_of_the_setting(
     assert caught.value.code == 2 and "write training.dataset=chats.jsonl" in capsys.readouterr().err
 
 
+def test_an_objective_with_other_arguments(refuse: Callable[..., str], tmp_path: Path) -> None:
+    (tmp_path / "own_loss.py").write_text("def total(apply, params, batch): ...\n")
+    text = refuse(f"objective={tmp_path / 'own_loss.py'}:total")
+    assert "total cannot be called as f(apply, params, batch, key, settings=…)" in text
+
+
 def test_a_recipe_in_the_place_of_a_command(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         main(["finetune-lora", "init=runs/mine"])

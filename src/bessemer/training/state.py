@@ -167,7 +167,8 @@ class TrainState(train_state.TrainState):
         """Return (Σ loss, Σ weight, sums) of the objective for `params` in place of the trained ones."""
         result = self.loss_fn(self.apply_fn, self.whole(params), rows, key, **self.against())
         if not (isinstance(result, tuple) and len(result) == 3 and isinstance(result[2], Mapping)):
-            what = f"a {type(result).__name__}" + (f" of {len(result)}" if isinstance(result, tuple) else "")
+            what = "an array" if isinstance(result, jax.Array) else f"a {type(result).__name__}"
+            what += f" of {len(result)} values" if isinstance(result, tuple) else ""
             raise TrainingError(
                 "an objective must return (Σ loss, Σ weight, {name: Σ}), sums over the tokens of one micro-batch; this "
                 f"one returned {what}. docs/extending.md has an example."

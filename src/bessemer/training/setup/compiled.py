@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -330,6 +331,13 @@ def objective_function(plan: RunPlan, rolls_out: bool) -> Callable[..., Any]:
         )
     settings = objective_settings(plan.context)
     live = {"teacher": plan.teacher.apply} if plan.teacher is not None and plan.teacher.live else {}
+    try:
+        inspect.signature(entry.value).bind_partial(None, None, None, None, settings=settings, **live)
+    except TypeError as error:
+        raise InputError(
+            f"objective={entry.name} cannot be called as f(apply, params, batch, key, settings=…): {error}. "
+            "docs/extending.md has an example."
+        ) from None
     return functools.partial(entry.value, settings=settings, **live)
 
 
