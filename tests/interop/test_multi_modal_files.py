@@ -14,6 +14,7 @@ from tests.reference.huggingface import MORE, SIZES, drawn
 
 from bessemer.errors import InputError
 from bessemer.interop.folder import Folder, import_folder
+from bessemer.training.setup.initial_weights import find_start
 
 CONFIG = {**SIZES, **MORE["qwen3.5-moe-tied"]}
 EXTRA = {
@@ -55,6 +56,8 @@ def test_the_text_model_of_a_multi_modal_checkpoint_is_the_text_model_alone(tmp_
     _, lines = import_folder(folder.path, tmp_path / "run")
     assert "left out   2 weights of the vision tower: they have no place here" in lines
     assert "left out   1 weights of multi-token prediction: they have no place here" in lines
+    _, noted = find_start(str(folder.path), tmp_path, "init")  # as a run from it prints
+    assert noted == [f"init: {line}" for line in lines if line.startswith("left out")]
 
 
 def test_a_multi_modal_configuration_without_its_text_model_is_refused(tmp_path: Path) -> None:

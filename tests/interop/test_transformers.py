@@ -104,7 +104,7 @@ def our_logits(run: RunDirectory, ids: np.ndarray) -> np.ndarray:
     return np.asarray(jax.jit(loaded.model.clone(precision="float32").apply)({"params": loaded.params}, ids))
 
 
-@pytest.mark.parametrize("case", ["qwen2", "smollm3", "gemma3"])
+@pytest.mark.parametrize("case", ["qwen2", "smollm3", "gemma3", "qwen3.5"])
 def test_fine_tuned_in_its_template_exported_and_spoken_with_by_transformers(case: str, tmp_path: Path) -> None:
     """The same prompt of the same conversation, the same logits, and the same 24 tokens of the answer."""
     _, run = tuned(tmp_path, case)
@@ -130,6 +130,7 @@ def test_fine_tuned_in_its_template_exported_and_spoken_with_by_transformers(cas
         ("qwen2", False, {"lora.dora": True}),
         ("smollm3", False, {}),
         ("gemma3", False, {}),
+        ("qwen3.5", False, {}),
     ],
 )
 def test_adapters_are_loaded_by_peft(case: str, stabilized: bool, more: dict[str, object], tmp_path: Path) -> None:

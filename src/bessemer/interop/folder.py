@@ -165,8 +165,7 @@ class Folder:
     @property
     def left_out_lines(self) -> list[str]:
         """Return a line for each kind of tensors that were not read."""
-        _ = self.files
-        kind = hf_types.get(self.settings["model/hf_type"])
+        kind = hf_types.get(self.settings["model/hf_type"])  # which reads the headers
         counts = {
             what: sum(name.startswith(beginning) for name in self.left_out) for beginning, what in kind.left_out.items()
         }

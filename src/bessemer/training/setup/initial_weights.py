@@ -47,12 +47,13 @@ def find_start(named: str, root: str | Path, setting: str = INIT) -> tuple[Path,
     folder with a config.json (Hugging Face's or ours), is returned as it is.
     """
     if is_hub(named):
-        return fetched(named), []
+        place = fetched(named)
+        return place, _notes(place, setting)
     path = Path(named)
     path = path.parent if path.name == CONFIG and path.is_file() else path
     if (path / CONFIG).is_file():
         check_folder(path)
-        return path.absolute(), _unverified(path, setting)
+        return path.absolute(), _notes(path, setting)
     is_step = re.fullmatch(r"step_\d+", path.name) is not None
     run = find_run(path.parent.parent if is_step else named, root)
     if has_phases(run) and (phases := phases_of(run)):
@@ -65,7 +66,7 @@ def find_start(named: str, root: str | Path, setting: str = INIT) -> tuple[Path,
             return path.absolute(), []
         step, messages = checkpoints.newest_valid()
         if step is None and (run.model / WEIGHTS).is_file():
-            return run.model.absolute(), _unverified(run.model, setting)
+            return run.model.absolute(), _notes(run.model, setting)
         if step is None:
             raise InputError(f"{setting}={named}: the run has no checkpoint to take weights from.")
         return checkpoints.path(step), [f"{setting}: {message}" for message in messages]
@@ -73,9 +74,12 @@ def find_start(named: str, root: str | Path, setting: str = INIT) -> tuple[Path,
         checkpoints.close()
 
 
-def _unverified(folder: Path, setting: str) -> list[str]:
-    """Return a line for weights in our format without checksums."""
-    if is_folder(folder) or not (folder / WEIGHTS).is_file():
+def _notes(folder: Path, setting: str) -> list[str]:
+    """Return a line for weights in our format without checksums, and for what a Hugging Face folder has besides."""
+    if is_folder(folder):
+        found = Folder(folder)
+        return [f"{setting}: {line}" for line in found.left_out_lines] if found.has_weights else []
+    if not (folder / WEIGHTS).is_file():
         return []
     return [f"{setting}: {note}" for note in WeightFile(folder / WEIGHTS).notes]
 
