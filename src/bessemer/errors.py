@@ -44,6 +44,12 @@ class Stopped(BessemerError):
     exit_code = 75
 
 
+def error_of_exit_code(code: int) -> type[BessemerError]:
+    """Return the class whose exit code is `code`, without its subclasses; StorageError if there is none."""
+    known = {kind.exit_code: kind for kind in (InputError, TrainingError, StorageError, Stopped)}
+    return known.get(code, StorageError)
+
+
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]")
 
 

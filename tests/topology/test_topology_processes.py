@@ -85,7 +85,7 @@ def test_a_pod_that_does_not_know_its_peers_is_told_what_to_set(monkeypatch):
 
 WORKER = """
 import os, sys
-from bessemer.errors import StorageError, TrainingError
+from bessemer.errors import BessemerError, Stopped, StorageError, TrainingError
 from bessemer.topology import *
 from bessemer.topology.distributed import client
 index, port, folder = int(sys.argv[1]), sys.argv[2], sys.argv[3]
@@ -138,13 +138,16 @@ barrier("forgotten")
 kept = [key for kind in ("broadcast", "agree") for key, _ in client().key_value_dir_get(f"bessemer/{kind}")]
 print("KEPT", sum("draw" in key for key in kept), flush=True)
 
-def lose():
-    raise TrainingError("unlucky: again")
+class Interrupted(Stopped):
+    pass
 
-try:
-    broadcast("lottery", lose)
-except TrainingError as error:
-    print("LOST", error, flush=True)
+for name, kind in (("lottery", TrainingError), ("pause", Interrupted)):
+    def lose():
+        raise kind("unlucky: again")
+    try:
+        broadcast(name, lose)
+    except BessemerError as error:
+        print("LOST", name, error.exit_code, error, flush=True)
 print("RESULT", total, same, store.committed(), messages, last, flush=True)
 if index == 0:
     try:
@@ -178,7 +181,9 @@ def test_two_processes_commit_together_and_stop_at_one_step(tmp_path):
         assert results == ["RESULT 6.0 True [5] [] 5"], out + err
         assert "[Gloo]" not in out
         assert "DISAGREE 2 the processes do not agree on the draw: process 1 has draw 1, process 0 draw 0." in out
-        assert out.count("DISAGREE") == 1 and "unlucky: again" in out.partition("LOST")[2]
+        assert out.count("DISAGREE") == 1
+        lost = [line.split()[:3] for line in out.splitlines() if line.startswith("LOST") and "unlucky: again" in line]
+        assert lost == [["LOST", "lottery", "3"], ["LOST", "pause", "75"]], "a subclass keeps its exit code, too"
         assert "KEPT 2" in out, "what the two said last, and nothing of what was shared"
     assert "missing: process 1" in outputs[0][0]
 

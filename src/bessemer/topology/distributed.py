@@ -15,13 +15,12 @@ from typing import Any
 
 import jax
 
-from bessemer import errors
-from bessemer.errors import BessemerError, StorageError
+from bessemer.errors import BessemerError, StorageError, error_of_exit_code
 
 LINGER = 3.0  # seconds that process 0, which hosts the service, stays up so that the others can read its failure
 COMPILE_SECONDS = 3600.0  # the most that processes wait for each other's compilers
 TIMEOUT = 1800.0  # seconds that processes wait for each other otherwise
-OK = "ok:"  # prefix of a broadcast value; a failure has the name of its error there
+OK = "ok:"  # prefix of a broadcast value; a failure has its exit code there
 
 _uses: Counter[str] = Counter()
 
@@ -70,22 +69,22 @@ def agree(name: str, value: str) -> None:
 def broadcast(name: str, make: Callable[[], str], timeout: float = TIMEOUT) -> str:
     """Return `make()` as computed by process 0, on every process; all must call this in the same order.
 
-    When `make` raises, process 0 raises that error and the others one of the same class with its message
-    (StorageError, if it is not one of ours).
+    When `make` raises, process 0 raises that error and the others one with its message and exit code (StorageError, if
+    it is not one of ours).
     """
     service = _service()
     if service is None:
         return make()
     key = _numbered(f"bessemer/broadcast/{name}")
     if process_index() == 0:
-        outcome = "StorageError:process 0 ended before it had a result"
+        outcome = f"{StorageError.exit_code}:process 0 ended before it had a result"
         try:
             value = make()
             outcome = OK + value
             return value
         except (RuntimeError, ValueError, TypeError, KeyError, OSError, BessemerError) as error:
-            kind = type(error).__name__ if isinstance(error, BessemerError) else "StorageError"
-            outcome = f"{kind}:{error}"
+            code = error.exit_code if isinstance(error, BessemerError) else StorageError.exit_code
+            outcome = f"{code}:{error}"
             raise
         finally:
             service.key_value_set(key, outcome)
@@ -99,7 +98,7 @@ def broadcast(name: str, make: Callable[[], str], timeout: float = TIMEOUT) -> s
             "Process 0 was lost or is stuck: see its log, then `bessemer resume`."
         ) from error
     if verdict + ":" != OK:
-        raise getattr(errors, verdict, StorageError)(f"process 0 failed in '{name}': {value}")
+        raise error_of_exit_code(int(verdict))(f"process 0 failed in '{name}': {value}")
     return value
 
 
