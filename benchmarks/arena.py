@@ -283,11 +283,13 @@ def steps_in(seconds: float, pace: float) -> int:
 
 
 def pace_of(summary: Summary, name: str) -> float:
-    """Return the seconds of one step, from a short run: the median of its rows but the first."""
-    found = summary.typical("time/step_ms")
-    if summary.state != "done" or found is None:
+    """Return the seconds of one step, from a short run: the mean after its first row, which includes compilation."""
+    rows = summary.rows_with("time/step_ms")
+    if summary.state != "done" or len(rows) < 2:
         raise TrainingError(f"the pace of {name} could not be measured: its run ended as '{summary.state}'.")
-    return found / 1e3
+    first, whole = training_seconds(rows[:1]), training_seconds(rows)
+    assert first is not None and whole is not None
+    return (whole - first) / (rows[-1]["step"] - rows[0]["step"])
 
 
 def prepare_stream(args: argparse.Namespace) -> Path:

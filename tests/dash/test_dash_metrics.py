@@ -219,6 +219,15 @@ def test_validation_rows_take_the_place_of_the_report_before_them(tmp_path: Path
     assert curve(columns, "val_bpb", View(axis="flops")) is None
 
 
+def test_the_time_axis_is_that_of_all_steps_and_older_rows_have_their_own(tmp_path: Path) -> None:
+    old = [{"step": step, "loss": 1.0, "time/total": 2.0 * step} for step in (1, 2)]
+    new = [{"step": step, "loss": 1.0, "time/total": 0.5, "time/all_steps": 3.0 * step} for step in (3, 4)]
+    for rows, wanted in ((old, [2.0, 4.0]), (new, [9.0, 12.0]), (old + new, [2.0, 4.0, 9.0, 12.0])):
+        (tmp_path / "metrics.jsonl").write_text(lines(*rows))
+        found = curve(reader(tmp_path).refresh(), "loss", View(axis="time"))
+        assert found is not None and found["x"] == wanted
+
+
 def test_charts_come_from_the_names_that_are_there() -> None:
     names = [
         "step",

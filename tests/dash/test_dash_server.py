@@ -22,6 +22,7 @@ from bessemer.dash import processes as actions_module
 from bessemer.dash.app import DashOptions, open_folder
 from bessemer.dash.files import Folder
 from bessemer.dash.processes import Actions, Models
+from bessemer.dash.runs import Runs
 from bessemer.dash.weights import MOST_BINS, MOST_PARAMETERS, MOST_STEPS, RunWeights
 from bessemer.errors import InputError
 
@@ -42,7 +43,7 @@ def test_the_list_and_a_run_say_what_their_files_say(live: Live) -> None:
     mine = next(run for run in listed["runs"] if run["id"] == "mine")
     assert {run["id"] for run in listed["runs"]} == {"mine", "other"} and listed["outside"] == 0
     assert (mine["state"], mine["step"], mine["steps"], mine["mfu"]) == ("done", 500, 1000, 0.412)
-    assert mine["tok_per_s"] == row(500)["time/tok_per_s"]
+    assert mine["tok_per_s"] == row(500)["time/tok_per_s"] and mine["seconds"] == row(500)["time/all_steps"]
     assert (mine["result"]["metric"], mine["result"]["value"], mine["result"]["unit"]) == ("val_bpb", 1.22, "bpb")
     assert mine["result"]["error"] == 0.01
     assert (mine["recipe"], mine["objective"], mine["parameters"]) == ("quickstart", None, 12_345_678)
@@ -55,6 +56,12 @@ def test_the_list_and_a_run_say_what_their_files_say(live: Live) -> None:
     assert [sample["step"] for sample in live.get("/api/samples?run=mine")["samples"]] == [100, 200, 300, 400, 500]
     assert live.get("/api/report?run=mine")["text"].startswith("# mine")
     assert live.get("/api/log?run=mine")["text"] == "a line of the log\n"
+
+
+def test_a_run_from_before_the_time_of_all_steps_has_a_training_time(tmp_path: Path) -> None:
+    run = make_run(tmp_path)
+    run.metrics.write_text(json.dumps({"step": 30, "time/total": 2.5}) + "\n")
+    assert Runs(Folder(tmp_path)).row("mine")["seconds"] == 2.5
 
 
 def test_curves_of_several_runs_and_what_has_not_changed_is_not_sent_again(live: Live) -> None:

@@ -191,7 +191,8 @@ def final_state(run: Path) -> tuple[int, dict[str, np.ndarray], dict[str, Any]]:
     assert step is not None
     leaves = {name: jax.ShapeDtypeStruct(shape, dtype) for name, (dtype, shape) in store.leaves(step).items()}
     loop = json.loads(store.read(step, "loop.json"))
-    del loop["training_seconds"], loop["useful_seconds"]
+    for name in ("training_seconds", "all_seconds", "useful_seconds"):
+        del loop[name]
     return step, store.restore(step, leaves), loop
 
 

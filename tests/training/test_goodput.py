@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from bessemer.job import RunDirectory, directory
+from bessemer.report.summary import training_seconds
 from bessemer.training import outcome
 from bessemer.training.metrics import StepClock, Waits
 from bessemer.training.state import LoopState
@@ -61,9 +62,24 @@ def test_the_speed_of_short_steps_is_averaged_over_a_second() -> None:
     clock = StepClock(LoopState(), 8, 1000, lambda causal: None, lambda: 100.0)
     seen = [0.01 * (step - step % 10) + 1e-5 * (step % 10) for step in range(1001)]
     clock._marks = {step: (moment, Waits(0.0, None)) for step, moment in enumerate(seen)}
-    rates = [clock.row(step)["time/tok_per_s"] for step in range(1, 1001)]
-    assert all(700 < rate < 900 for rate in rates[200:])
+    rows = [{"step": step, **clock.row(step)} for step in range(1, 1001)]
+    assert all(700 < row["time/tok_per_s"] < 900 for row in rows[200:])
     assert clock.loop.training_seconds == pytest.approx(seen[-1] - seen[10])
+    # the parts add up to the whole: the averaged windows overlap, the rows' own times do not
+    assert sum(row["time/step_ms"] for row in rows) / 1e3 == pytest.approx(seen[-1], rel=1e-4)
+    assert rows[-1]["time/all_steps"] == clock.loop.all_seconds == pytest.approx(seen[-1], rel=1e-4)
+    older = [{name: value for name, value in row.items() if name != "time/all_steps"} for row in rows]
+    assert training_seconds(rows) == pytest.approx(training_seconds(older), rel=1e-4)
+
+
+def test_the_time_of_all_steps_survives_restarts_and_rollbacks() -> None:
+    before = LoopState(all_seconds=30.0, training_seconds=20.0)
+    again = LoopState.from_json(before.to_json())
+    restored = LoopState(all_seconds=12.0)
+    restored.carry_over(again)
+    assert restored.all_seconds == 30.0
+    older = json.dumps({key: value for key, value in json.loads(before.to_json()).items() if key != "all_seconds"})
+    assert LoopState.from_json(older).all_seconds == 20.0
 
 
 def test_the_speed_of_long_steps_is_that_of_the_row() -> None:

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-EXACT = frozenset({"step", "tokens", "target_tokens", "time/total", "total_training_flops"})
+EXACT = frozenset({"step", "tokens", "target_tokens", "time/total", "time/all_steps", "total_training_flops"})
 """Axes, in float64: 7 digits do not tell two steps of a long run apart. Everything else is in float32."""
 
 MOST_NAMES = 512

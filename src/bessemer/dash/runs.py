@@ -12,7 +12,7 @@ from bessemer.dash.files import MOST_BYTES, Folder, Gone, Remembered, parsed
 from bessemer.job import RunDirectory
 from bessemer.job.directory import step_of_name
 from bessemer.report.listing import differing_settings
-from bessemer.report.summary import RESULTS, Summary, disk_size, flatten_settings, headline, is_number
+from bessemer.report.summary import ALL_STEPS, OLDER_NAMES, RESULTS, Summary, disk_size, flatten_settings, headline, is_number
 
 NEWEST = {
     "loss": "loss_smooth",
@@ -20,7 +20,7 @@ NEWEST = {
     "mfu": "time/mfu",
     "eta": "time/eta",
     "tokens": "tokens",
-    "seconds": "time/total",
+    "seconds": ALL_STEPS,
 }
 LOOKED_FOR = tuple(name for metric, _, _ in RESULTS for name in (metric, f"{metric}_se"))
 END = 256 << 10  # bytes at the end of a file that are searched for the newest values
@@ -61,7 +61,7 @@ class Runs:
             "recipe": short(summary.recipe, 200) or None,
             "objective": short(summary.config.get("objective", summary.config.get("job")), 100) or None,
             "parameters": _parameters(summary.facts),
-            **{label: newest.get(metric) for label, metric in NEWEST.items()},
+            **{label: newest.get(metric, newest.get(OLDER_NAMES.get(metric))) for label, metric in NEWEST.items()},
             "loss": newest.get("loss_smooth", newest.get("loss")),
             "result": found._asdict() if (found := headline(newest.get)) else None,
             "began": _number(summary.status.get("began")),
@@ -182,7 +182,7 @@ class Runs:
         """Return the newest value of each metric in the list, from the end of the file alone."""
         data = self.folder.read(path, END, tail=True) or b""
         found: dict[str, float] = {}
-        for name in ("step", "loss", *NEWEST.values(), *LOOKED_FOR):
+        for name in ("step", "loss", *NEWEST.values(), *OLDER_NAMES.values(), *LOOKED_FOR):
             end = len(data)
             while end > 0 and (place := data.rfind(b'"%s":' % name.encode(), 0, end)) >= 0:
                 line = data[data.rfind(b"\n", 0, place) + 1 : (data + b"\n").find(b"\n", place)]

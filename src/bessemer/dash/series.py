@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from bessemer.dash.columns import Columns
+from bessemer.report.summary import ALL_STEPS, OLDER_NAMES
 
 
 @dataclass(frozen=True)
@@ -93,6 +94,7 @@ HIDDEN = (
     "epoch",
     "total_training_flops",
     "time/total",
+    "time/all_steps",
     "time/eta",
     "lrm",
     "min_val_bpb",
@@ -117,7 +119,7 @@ def charts_of(names: Iterable[str]) -> list[dict[str, Any]]:
     return [*charts, *(Group(name, (name,)).document([name]) for name in left)]
 
 
-AXES = {"step": "step", "tokens": "tokens", "time": "time/total", "flops": "total_training_flops"}
+AXES = {"step": "step", "tokens": "tokens", "time": ALL_STEPS, "flops": "total_training_flops"}
 MOST_POINTS = 4000
 MOST_SMOOTHING = 0.999
 
@@ -135,10 +137,10 @@ class View:
 
 def curve(columns: Columns, name: str, view: View) -> dict[str, Any] | None:
     """Return {"x", "y"} and, with smoothing, {"smooth": {"x", "y"}}; None if the run has no such metric or axis."""
-    if name not in columns or AXES[view.axis] not in columns:
+    x = axis_of(columns, AXES[view.axis])
+    if name not in columns or x is None:
         return None
     y = columns[name]
-    x = carried(columns[AXES[view.axis]])
     known = np.isfinite(y) & np.isfinite(x)
     x, y = x[known], y[known].astype(np.float64)
     smooth = smoothed(y, view.smoothing) if view.smoothing else None
@@ -147,6 +149,14 @@ def curve(columns: Columns, name: str, view: View) -> dict[str, Any] | None:
     if smooth is not None:
         found["smooth"] = _points(x[part], smooth[part], view.points)
     return found
+
+
+def axis_of(columns: Columns, name: str) -> np.ndarray | None:
+    """Return an axis without gaps; a row without it has its older name's value, if any. None: the run has neither."""
+    found = [columns[known] for known in (name, OLDER_NAMES.get(name)) if known in columns]
+    if not found:
+        return None
+    return carried(np.where(np.isfinite(found[0]), found[0], found[-1]))
 
 
 def points_of(columns: Columns, name: str) -> list[tuple[float, float]]:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from bessemer.report.summary import Summary, is_number
+from bessemer.report.summary import ALL_STEPS, OLDER_NAMES, Summary, is_number
 from bessemer.storage.files import storage
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ OVERLAID = (
 AGAINST = {
     "step": ("step", "step"),
     "tokens": ("tokens", "tokens"),
-    "time": ("time/total", "training time, seconds"),
+    "time": (ALL_STEPS, "training time, seconds"),
     "flops": ("total_training_flops", "FLOPs"),
 }
 
@@ -160,7 +160,8 @@ def line(axes: Axes, summary: Summary, name: str, label: str, axis: str = "step"
     """
     xs, ys, last = [], [], None
     for row in summary.rows:
-        last = row[axis] if is_number(row.get(axis)) else last
+        place = row.get(axis, row.get(OLDER_NAMES.get(axis)))
+        last = place if is_number(place) else last
         if last is not None and is_number(row.get(name)):
             xs.append(last)
             ys.append(row[name])

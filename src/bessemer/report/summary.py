@@ -25,6 +25,8 @@ from bessemer.report.metrics import MetricsFile
 
 Row = dict[str, Any]
 FACTS = "facts.json"
+ALL_STEPS = "time/all_steps"
+OLDER_NAMES = {ALL_STEPS: "time/total"}  # in rows from before ALL_STEPS; without the first ten steps of each process
 PHASES = "phases"  # folder of the runs of a job of phases
 REFUSED = "refused"
 RESULTS = (
@@ -194,9 +196,11 @@ def _parents(name: str) -> frozenset[str]:
 def training_seconds(rows: Sequence[Row]) -> float | None:
     """Return the seconds of all steps, warm-up included; None if no row is timed.
 
-    A row's step time holds for the steps since the timed row before it. (`time/total` leaves the first ten steps of
-    every process out, so it is 0 in a short run.)
+    Runs from before `time/all_steps`: a row's step time holds for the steps since the timed row before it.
     """
+    recorded = next((row[ALL_STEPS] for row in reversed(rows) if is_number(row.get(ALL_STEPS))), None)
+    if recorded is not None:
+        return float(recorded)
     timed = [row for row in rows if is_number(row.get("time/step_ms")) and is_number(row.get("step"))]
     if not timed:
         return None

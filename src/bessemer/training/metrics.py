@@ -124,8 +124,9 @@ class StepClock:
 
     Steps are dispatched ahead, so the time of a dispatch means nothing. The loop waits for a step's completion anyway,
     two steps later, and marks the reported ones then. Where several short steps completed before one look, the moments
-    are those of the looks, so speeds are averaged over rows that together take SPAN (not with rollouts). The first ten
-    steps of a process are left out of time/total, as they include cold caches.
+    are those of the looks, so speeds are averaged over rows that together take SPAN (not with rollouts). A row's
+    time/step_ms is its own, so that rows add up to time/all_steps. The first ten steps of a process are left out of
+    time/total, as they include cold caches.
     """
 
     WARM_UP: ClassVar = 10
@@ -163,6 +164,7 @@ class StepClock:
         waited = waits.data - before.data
         counted = max(0, step - max(self._last, self._first + self.WARM_UP))
         self.loop.training_seconds += seconds * counted / count
+        self.loop.all_seconds += seconds
         self.loop.useful_seconds += max(0.0, seconds - waited)
         if waits.rollouts is not None:
             self._rows.clear()  # steps with and without a rollout differ, and the parts of a row add up
@@ -174,12 +176,13 @@ class StepClock:
         self._last = step
         rate = self.tokens_per_step / step_seconds
         row = {
-            "time/step_ms": step_seconds * 1e3,
+            "time/step_ms": seconds / count * 1e3,
             "time/tok_per_s": rate,
             "time/mfu": _ratio(rate, self.flops(False)),
             "time/mfu_causal": _ratio(rate, self.flops(True)),
             "time/data_wait_pct": 100 * waited / seconds,
             "time/total": self.loop.training_seconds,
+            "time/all_steps": self.loop.all_seconds,
             "time/goodput": self.loop.useful_seconds / max(self.loop.useful_seconds, self.wall(), 1e-9),
             "time/eta": step_seconds * (self.steps - step),
         }

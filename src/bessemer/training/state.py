@@ -262,7 +262,8 @@ class LoopState:
     last_validation: int | None = None
     min_val_bpb: float | None = None
     stale_validations: int = 0
-    training_seconds: float = 0.0
+    training_seconds: float = 0.0  # without the first ten steps of each process
+    all_seconds: float = 0.0
     useful_seconds: float = 0.0
     tracker_id: str | None = None
     finished: str | None = None
@@ -304,7 +305,8 @@ class LoopState:
     def carry_over(self, before: LoopState) -> None:
         """After a rollback: keep what counts the whole run, from the loop state `before` it."""
         self.spikes, self.rollbacks = before.spikes, before.rollbacks + 1
-        self.tracker_id, self.training_seconds = before.tracker_id, before.training_seconds
+        self.training_seconds, self.all_seconds = before.training_seconds, before.all_seconds
+        self.tracker_id = before.tracker_id
 
     @property
     def loss_smooth(self) -> float | None:
@@ -318,7 +320,9 @@ class LoopState:
 
     @classmethod
     def from_json(cls, text: str) -> LoopState:
-        return cls(**parse_json(text))
+        loop = cls(**parse_json(text))
+        loop.all_seconds = max(loop.all_seconds, loop.training_seconds)  # older checkpoints have the latter alone
+        return loop
 
 
 class Activity(NamedTuple):
