@@ -18,6 +18,9 @@ from bessemer.data.tokenize.documents import Pair, encode_pair, read_pair
 from bessemer.errors import InputError
 
 BLOCK = 96
+ASK, SAY, DENY = (
+    {"role": role, "content": text} for role, text in (("user", "ask"), ("assistant", "yes"), ("assistant", "no"))
+)
 
 
 def rows_of(count: int = 40) -> list[dict[str, Any]]:
@@ -83,9 +86,12 @@ def test_forms_of_a_row_are_the_same_pair(tokenizer: Tokenizer) -> None:
         {"prompt": [ask], "chosen": "Hello", "rejected": "No"},
         {"prompt": [ask], "chosen": [good], "rejected": [bad]},
         {"chosen": [ask, good], "rejected": [ask, bad]},
+        {"prompt": "Say hello", "chosen": [ask, good], "rejected": [ask, bad]},  # as ultrafeedback_binarized
+        {"prompt": " Say hello\n", "chosen": [ask, good], "rejected": [ask, bad]},
+        {"prompt": [ask], "chosen": [ask, good], "rejected": [ask, bad]},
     ]
     encoded = [encode_pair(pair, tokenizer) for pair in map(read_pair, forms) if isinstance(pair, Pair)]
-    assert len(encoded) == 4 and all(document == encoded[0] for document in encoded)
+    assert len(encoded) == 7 and all(document == encoded[0] for document in encoded)
     ids, mask = encoded[0]
     cut = mask.index(2)  # the rejected sequence begins
     row = {
@@ -107,9 +113,33 @@ def test_earlier_turns_of_the_assistant_are_no_answer(tokenizer: Tokenizer) -> N
     assert tokenizer.decode(learned) == "good<|assistant_end|>bad<|assistant_end|>"
 
 
+def test_a_prompt_that_the_answers_repeat_is_asked_once(tokenizer: Tokenizer) -> None:
+    """Also after earlier turns and a system message; a question that only continues the prompt stays."""
+
+    def written(row: dict[str, Any]) -> str:
+        pair = read_pair(row)
+        assert isinstance(pair, Pair), pair
+        return tokenizer.decode(encode_pair(pair, tokenizer)[0])
+
+    system, first, said, then = (
+        {"role": role, "content": text}
+        for role, text in (("system", "Be kind"), ("user", "one"), ("assistant", "two"), ("user", "three"))
+    )
+    sides = [{"role": "assistant", "content": text} for text in ("good", "bad")]
+    talk = [system, first, said, then]
+    whole = {side: [*talk, answer] for side, answer in zip(("chosen", "rejected"), sides, strict=True)}
+    plain = written(whole)
+    for prompt in ("one", "three", talk, [first], [system, first]):
+        assert written({"prompt": prompt, **whole}) == plain
+    follow = {side: [then, answer] for side, answer in zip(("chosen", "rejected"), sides, strict=True)}
+    assert written({"prompt": [system, first, said], **follow}) == plain
+
+
 @pytest.mark.parametrize(
     ("row", "reason"),
     [
+        ({"prompt": "x", "chosen": [ASK, SAY], "rejected": [ASK, DENY]}, "a question that is not 'prompt'"),
+        ({"prompt": "ask", "chosen": [ASK, SAY], "rejected": [DENY]}, "only one of"),
         ({"prompt": 3, "chosen": "a", "rejected": "b"}, "'prompt' is neither"),
         ({"prompt": "x", "chosen": "a", "rejected": "a"}, "the same"),
         ({"prompt": "x", "chosen": "", "rejected": "a"}, "'chosen' is neither"),

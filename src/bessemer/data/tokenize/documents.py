@@ -4,6 +4,7 @@
 |---|---|
 | {"prompt": text or messages, "chosen", "rejected": text or messages} | what follows the prompt |
 | {"chosen", "rejected": messages} | whole conversations; the prompt is their common beginning |
+| {"prompt", "chosen", "rejected": messages that repeat the prompt} | whole conversations, as without `prompt` |
 | {"chosen", "rejected": ids, "chosen_mask", "rejected_mask"} | tokens; the mask is 1 on the answer |
 
 A text prompt is a user's message, a text answer the assistant's. The document of a pair is chosen + rejected, each
@@ -326,7 +327,32 @@ def read_pair(row: Mapping[str, Any]) -> Pair | str:
             return f"'{name}' is neither a text nor a list of messages"
     if answers[0] == answers[1]:
         return "'chosen' and 'rejected' are the same"
+    if all(_asks_itself(asked, answer) for answer in answers):
+        if all(_repeats(asked, answer) for answer in answers):
+            return _conversations(*answers)
+        return (
+            "'chosen' and 'rejected' open with a question that is not 'prompt'; leave 'prompt' out if they are whole "
+            "conversations"
+        )
+    if any(_asks_itself(asked, answer) for answer in answers):
+        return "only one of 'chosen' and 'rejected' opens with a question"
     return Pair(asked + answers[0], asked + answers[1], len(asked))
+
+
+def _asks_itself(asked: Messages, answer: Messages) -> bool:
+    """Return whether an answer to a user's question opens with a question, where the assistant would speak."""
+    return asked[-1].get("role") == "user" and answer[0].get("role") in ("system", "developer", "user")
+
+
+def _repeats(asked: Messages, conversation: Messages) -> bool:
+    """Return whether a conversation holds the question, which may be the first one or a later one."""
+
+    def text(message: Mapping[str, Any]) -> Any:
+        content = message.get("content")
+        return content.strip() if isinstance(content, str) else content
+
+    asking = [text(message) for message in conversation if message.get("role") == "user"]
+    return all(text(message) in asking for message in asked if message.get("role") == "user")
 
 
 def is_ids(value: Any) -> bool:
