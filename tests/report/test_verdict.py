@@ -53,22 +53,22 @@ def test_spread_of_one_run_is_unknown() -> None:
     assert mean_and_spread({0: 3.0, 1: 4.0}) == (3.5, pytest.approx(math.sqrt(0.5)))
 
 
-def finished(rate: float, seed: int, loss: float, **more: Any) -> Summary:
+def finished(rate: float, seed: int, loss: float, tokens: int = 6400, steps: int = 10, **last: Any) -> Summary:
     return Summary(
         RunDirectory(Path(f"runs/{rate}-{seed}")),
         status={"state": "done"},
         config={"seed": seed, "optimization.lr": rate, "logging.progress": f"{seed}"},
         facts={"validation": {"fingerprint": "f"}},
-        rows=[{"step": 1, "val_loss": loss}],
-        **more,
+        rows=[{"step": 1, "val_loss": 9.0}, {"step": steps, "tokens": tokens, "val_loss": loss, **last}],
     )
 
 
 def test_runs_that_differ_only_in_seed_are_one_group() -> None:
     runs = [finished(0.1, 0, 3.0), finished(0.1, 1, 3.2), finished(0.2, 0, 2.9), finished(0.2, 1, 3.09)]
     lines = compare_seeds(runs, ["a", "b", "c", "d"])
-    assert lines[:2] == ["c: 2.9950 (spread 0.1344, 2 runs)", "a: 3.1000 (spread 0.1414, 2 runs)"]
-    assert lines[2].startswith("c is 0.1050 below a") and "paired by 2 seeds" in lines[2]
+    assert lines[0] == "Validation loss after 6,400 tokens:"
+    assert lines[1:3] == ["c: 2.9950 (spread 0.1344, 2 runs)", "a: 3.1000 (spread 0.1414, 2 runs)"]
+    assert lines[3].startswith("c is 0.1050 below a") and "paired by 2 seeds" in lines[3]
 
 
 def test_runs_that_cannot_be_compared_are_refused() -> None:
@@ -83,6 +83,32 @@ def test_runs_that_cannot_be_compared_are_refused() -> None:
     other.status = {"state": "stopped"}
     with pytest.raises(InputError, match="not done: b"):
         compare_seeds([finished(0.1, 0, 3.0), other], ["a", "b"])
+
+
+def test_runs_with_different_budgets_are_refused() -> None:
+    """1.5 times the tokens is lower by itself. Tokens and FLOPs may differ by less than a step of the larger batch."""
+    with pytest.raises(InputError, match="a had 6,400 tokens; b had 9,600 tokens"):
+        compare_seeds([finished(0.1, 0, 3.0), finished(0.2, 0, 2.9, tokens=9600, steps=15)], ["a", "b"])
+    almost = compare_seeds([finished(0.1, 0, 3.0), finished(0.2, 0, 2.9, tokens=7000, steps=7)], ["a", "b"])
+    assert almost[0] == "Validation loss after 6,700 tokens:"
+    deeper = finished(0.2, 0, 2.9, tokens=3200, steps=5, total_training_flops=2.0e15)
+    equal = compare_seeds([finished(0.1, 0, 3.0, total_training_flops=2.1e15), deeper], ["a", "b"])
+    assert equal[0] == "Validation loss after 2.05e+15 FLOPs:"
+
+
+def test_runs_with_equal_training_time_are_compared() -> None:
+    slower = {"tokens": 3200, "steps": 5, "time/step_ms": 202.0}
+    runs = [finished(0.1, 0, 3.0, **{"time/step_ms": 100.0}), finished(0.2, 0, 2.9, **slower)]
+    assert compare_seeds(runs, ["a", "b"])[0] == "Validation loss after 1s of training:"
+    with pytest.raises(InputError, match="b had 3,200 tokens, 1.1s of training"):
+        compare_seeds([runs[0], finished(0.2, 0, 2.9, **{**slower, "time/step_ms": 220.0})], ["a", "b"])
+
+
+def test_a_loss_of_an_earlier_step_is_not_a_final_loss() -> None:
+    early = finished(0.2, 0, 2.9)
+    early.rows.append({"step": 12, "tokens": 7680})
+    with pytest.raises(InputError, match="b has it of 10/12"):
+        compare_seeds([finished(0.1, 0, 3.0), early], ["a", "b"])
 
 
 def test_description_begins_with_the_best() -> None:

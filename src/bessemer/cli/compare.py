@@ -36,8 +36,9 @@ def command(
     """Print the final numbers of runs and the settings that differ; plot their curves in one picture.
 
     Runs evaluated on different held-out sets cannot be ranked by their bits per byte. --common measures the
-    newest checkpoint of each on the held-out text of every run. --noise compares final validation losses: paired by
-    seed where two groups share at least two seeds, otherwise with an assumed deviation of .02 between seeds.
+    newest checkpoint of each on the held-out text of every run. --noise compares final validation losses of runs with
+    equal tokens, FLOPs or training time: paired by seed where two groups share at least two seeds, otherwise with an
+    assumed deviation of .02 between seeds.
 
     \b
     Examples:

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+from bessemer.console import duration
 from bessemer.errors import InputError
-from bessemer.report.summary import Summary
+from bessemer.report.summary import Summary, training_seconds
 
 NOISE = 0.02
 """Standard deviation between seeds that is assumed where it cannot be measured: nats per token, final validation
@@ -69,8 +70,53 @@ SAME_RUN = ("seed", "training.per_device_batch_size", "training.time_limit")
 """Settings, with logging.* and topology.*, that do not make a run another contender."""
 
 
+BUDGETS: Mapping[str, Callable[[float], str]] = {
+    "tokens": lambda amount: f"{amount:,.0f} tokens",
+    "total_training_flops": lambda amount: f"{amount:.3g} FLOPs",
+    "seconds": lambda amount: f"{duration(amount)} of training",
+}
+"""What a run can spend, and how it is shown."""
+
+SAME_SECONDS = 0.05
+"""Largest relative difference of equal budgets in seconds; the same program on the same machine differs by less."""
+
+
+def spent_by(summary: Summary) -> dict[str, float]:
+    """Return what a run spent of each budget it recorded."""
+    found = {name: summary.last(name) for name in ("tokens", "total_training_flops")}
+    found["seconds"] = training_seconds(summary.rows)
+    return {name: amount for name, amount in found.items() if amount}
+
+
+def common_budget(summaries: Sequence[Summary], labels: Sequence[str]) -> str:
+    """Return the budget that all runs spent: tokens or FLOPs, equal to within a step, or seconds of training.
+
+    Raise InputError if they have none in common, or if a run was last validated before its last step.
+    """
+    slack = dict.fromkeys(BUDGETS, 0.0)
+    for label, summary in zip(labels, summaries, strict=True):
+        step, judged = summary.last("step"), summary.rows_with("val_loss")[-1].get("step")
+        if judged != step or not step:
+            raise InputError(f"--noise needs the validation loss of the last step; {label} has it of {judged}/{step}.")
+        for name, amount in spent_by(summary).items():
+            slack[name] = max(slack[name], amount * (SAME_SECONDS if name == "seconds" else 1 / step))
+    spent = [spent_by(summary) for summary in summaries]
+    for name, show in BUDGETS.items():
+        amounts = [found[name] for found in spent if name in found]
+        if len(amounts) == len(spent) and max(amounts) - min(amounts) < slack[name]:
+            return show(statistics.fmean(amounts))
+    each = (
+        f"{label} had {', '.join(BUDGETS[name](amount) for name, amount in found.items()) or 'nothing recorded'}"
+        for label, found in zip(labels, spent, strict=True)
+    )
+    raise InputError(f"--noise needs equal tokens, FLOPs or seconds of training; {'; '.join(each)}.")
+
+
 def compare_seeds(summaries: Sequence[Summary], labels: Sequence[str]) -> list[str]:
-    """Group runs whose settings differ only in the seed and return `describe` of their final validation losses."""
+    """Group runs whose settings differ only in the seed and compare their final validation losses with `describe`.
+
+    The first line is the budget that all of them spent.
+    """
     unfinished = [label for label, s in zip(labels, summaries, strict=True) if s.state != "done"]
     if unfinished:
         raise InputError(f"--noise compares finished runs; not done: {', '.join(unfinished)}.")
@@ -79,6 +125,7 @@ def compare_seeds(summaries: Sequence[Summary], labels: Sequence[str]) -> list[s
     prints = {s.held_out.get("fingerprint") for s in summaries}
     if len(prints) > 1 or None in prints:
         raise InputError("--noise needs runs judged on the same recorded held-out set; try --common.")
+    budget = common_budget(summaries, labels)
     groups: dict[str, dict[int | None, float]] = {}
     names: dict[str, str] = {}
     for label, summary in zip(labels, summaries, strict=True):
@@ -94,7 +141,7 @@ def compare_seeds(summaries: Sequence[Summary], labels: Sequence[str]) -> list[s
         groups[name][seed] = float(summary.last("val_loss"))
     if len(groups) < 2:
         raise InputError("--noise: all runs have the same settings but for the seed; nothing to compare.")
-    return describe(groups)
+    return [f"Validation loss after {budget}:", *describe(groups)]
 
 
 def judge(first: str, one: Results, second: str, two: Results, noise: float = NOISE) -> Verdict:
