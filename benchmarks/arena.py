@@ -90,7 +90,7 @@ def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, help="budget of each run in seconds of steps, at its measured pace")
     parser.add_argument("--seeds", default="0,1,2", help="comma-separated")
     parser.add_argument("--stream", nargs=2, type=Path, metavar=("DATA", "REFERENCE"), help="the reference's windows")
-    parser.add_argument("--depth", type=int, default=8, choices=tuple(parity.BARS), help="shape with --stream")
+    parser.add_argument("--depth", type=int, default=8, choices=tuple(parity.SEEDS), help="shape with --stream")
     parser.add_argument("--any-stream", action="store_true", help="with --stream: any parquet files and tokenizer")
     parser.add_argument("--noise", type=float, default=NOISE, help="assumed deviation between unpaired runs")
     parser.add_argument("--time-limit", type=float, help="stop all work after so many seconds, with a checkpoint")
@@ -131,6 +131,8 @@ def contenders_of(args: argparse.Namespace) -> list[Contender]:
         raise InputError(f"two contenders are called {', '.join(twice)}; give each a name of its own.")
     for one in found:
         check_run_name(one.name)
+        if len({path.resolve() for path in one.curves}) < len(one.curves):
+            raise InputError(f"{one.name}: a stored curve is given twice, which would count as two runs.")
         _check_comparable(one, args)
     return found
 
@@ -168,6 +170,16 @@ def budget_of(args: argparse.Namespace) -> tuple[str, float]:
     if len(given) != 1 or given[0][1] <= 0:
         raise InputError("give one budget: --tokens N, --flops N or --seconds N, above 0.")
     return given[0]
+
+
+def seeds_of(words: str) -> list[int]:
+    try:
+        seeds = [int(word) for word in words.split(",")]
+    except ValueError as error:
+        raise InputError(f"--seeds: '{words}' must be whole numbers, such as 0,1,2.") from error
+    if len(set(seeds)) < len(seeds):
+        raise InputError(f"--seeds: '{words}' names a seed twice; the same run would count twice.")
+    return seeds
 
 
 # -- what was agreed, kept beside the runs -----------------------------------------------------------------------
@@ -392,7 +404,7 @@ def data_of(summary: Summary) -> str | None:
 def curve_lines(one: Contender, tokens: float) -> list[dict[str, Any]]:
     """Return a line per stored curve; its tokens must be the budget's, to within one step."""
     lines = []
-    for number, path in enumerate(one.curves):
+    for path in one.curves:
         try:
             stored = json.loads(path.read_text())
             per_step = stored["batch"] * stored["block_size"]
@@ -404,7 +416,7 @@ def curve_lines(one: Contender, tokens: float) -> list[dict[str, Any]]:
                 f"{one.name}: {path} ends after {steps * per_step:,} tokens, the budget is {tokens:,.0f}. Compare at "
                 f"equal tokens: --tokens {steps * per_step}."
             )
-        place = {"contender": one.name, "seed": -1 - number, "curve": path.name, "state": "done"}
+        place = {"contender": one.name, "seed": None, "curve": str(path), "state": "done"}
         lines.append(place | {"val_loss": final, "steps": steps, "tokens": steps * per_step})
     return lines
 
@@ -419,6 +431,11 @@ def check_same_data(lines: Sequence[Mapping[str, Any]]) -> None:
         key = (line["seed"], line["tokens"] // line["steps"])
         if line["data"] and seen.setdefault(key, line["data"]) != line["data"]:
             raise InputError(f"{line['contender']}, seed {line['seed']}: trained on other batches than its rivals.")
+
+
+def results_of(lines: Sequence[Mapping[str, Any]]) -> Results:
+    """Return the final losses by seed; those of curves by file, since their seeds draw other weights."""
+    return {line.get("curve", line["seed"]): line["val_loss"] for line in lines}
 
 
 def verdicts(groups: Mapping[str, Results], noise: float) -> str:
@@ -443,7 +460,7 @@ def verdicts(groups: Mapping[str, Results], noise: float) -> str:
 def main(given: Sequence[str] | None = None) -> None:
     args = arguments(given)
     contenders, budget, due = contenders_of(args), budget_of(args), Deadline(args.time_limit)
-    seeds = [int(word) for word in args.seeds.split(",")]
+    seeds = seeds_of(args.seeds)
     stream = None if args.stream is None else [*(str(path.resolve()) for path in args.stream), args.depth]
     shared = {"recipe": args.recipe, "set": settings_of(args.set, "--set"), "stream": stream}
     agreed = Agreement(args.directory / "arena.json", {budget[0]: budget[1]}, shared)
@@ -468,10 +485,7 @@ def main(given: Sequence[str] | None = None) -> None:
             settings = with_budget(settings, budget, one, agreed, recipe, due) | {"seed": seed}
             add(line_of(one, seed, train(args.directory, f"{one.name}.s{seed}", recipe, settings, due)))
     done = [line for line in lines if line["state"] == "done"]
-    groups = {
-        one.name: {line["seed"]: line["val_loss"] for line in done if line["contender"] == one.name}
-        for one in contenders
-    }
+    groups = {one.name: results_of([line for line in done if line["contender"] == one.name]) for one in contenders}
     if failed := [line["run"] for line in lines if line["state"] != "done"]:
         print(f"not judged, since training failed: {', '.join(failed)}", file=sys.stderr)
     groups = {name: results for name, results in groups.items() if results}

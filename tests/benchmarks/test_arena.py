@@ -59,6 +59,7 @@ def test_contenders_come_from_the_command_line_and_from_a_file(tmp_path: Path) -
         (["--contender", "a", "seed=5", "--contender", "b"], "seed must be the same"),
         ([*TWO, "--curve", "theirs", "curve.json"], "--stream"),
         ([*TWO, "--curve", "theirs"], "at least one file"),
+        ([*TWO, "--curve", "theirs", "a.json", "./a.json"], "given twice"),
         (["--contender", "a/b", "--contender", "b"], "cannot be a run name"),
     ],
 )
@@ -72,6 +73,13 @@ def test_there_is_one_budget() -> None:
     for budget in ([], ["--tokens", "5", "--seconds", "5"], ["--flops", "0"]):
         with pytest.raises(InputError, match="one budget"):
             arena.budget_of(arguments(*TWO, budget=budget))
+
+
+def test_a_seed_counts_once() -> None:
+    assert arena.seeds_of("0,1,2") == [0, 1, 2]
+    for given, problem in (("0,1,0", "twice"), ("0,a", "whole numbers")):
+        with pytest.raises(InputError, match=problem):
+            arena.seeds_of(given)
 
 
 def test_contenders_may_be_added_but_not_changed(tmp_path: Path) -> None:
@@ -110,7 +118,7 @@ def test_a_stored_curve_is_compared_at_equal_tokens_only(tmp_path: Path) -> None
     (tmp_path / "curve.json").write_text(json.dumps({**CURVE, "rows": ROWS}))
     theirs = arena.Contender("theirs", curves=(tmp_path / "curve.json",))
     (line,) = arena.curve_lines(theirs, 3 * 64)
-    assert line["val_loss"] == 5.0 and line["tokens"] == 192 and line["seed"] < 0
+    assert line["val_loss"] == 5.0 and line["tokens"] == 192 and line["seed"] is None
     with pytest.raises(InputError, match="--tokens 192"):
         arena.curve_lines(theirs, 4 * 64)
     (tmp_path / "curve.json").write_text("[]")
@@ -121,10 +129,28 @@ def test_a_stored_curve_is_compared_at_equal_tokens_only(tmp_path: Path) -> None
 def test_our_runs_are_paired_by_seed_and_curves_are_not() -> None:
     ours = {0: 3.50, 1: 3.60, 2: 3.40}
     groups = {"base": ours, "new": {seed: loss - 0.01 - 0.001 * seed for seed, loss in ours.items()}}
-    table = arena.verdicts({**groups, "theirs": {-1: 3.6, -2: 3.62}}, noise=0.02).splitlines()
+    table = arena.verdicts({**groups, "theirs": {"a.json": 3.6, "b.json": 3.62}}, noise=0.02).splitlines()
     assert [line.split()[0] for line in table] == ["contender", "new", "base", "theirs"]
     assert "-0.0110 ± 0.0006" in table[1] and "decided" in table[1] and "paired by 3 seeds" in table[1]
     assert "2 against 3, assumed noise 0.02" in table[3]
+
+
+def test_stored_curves_are_never_paired_with_each_other_or_with_a_negative_seed(tmp_path: Path) -> None:
+    """Two curves of one system at two rates share no weights with what stands beside them under the same number."""
+    curves: dict[str, list[Path]] = {}
+    for name, shift in (("slow", 0.0), ("fast", -0.1)):
+        for seed in (0, 1):
+            path = tmp_path / f"{name}{seed}.json"
+            rows = [{"step": 3, "val_loss": 5.0 + shift + 0.2 * seed}]
+            path.write_text(json.dumps({**CURVE, "rows": rows}))
+            curves.setdefault(name, []).append(path)
+    groups: dict[str, Any] = {"ours": {-1: 5.0, -2: 5.3}}
+    for name, paths in curves.items():
+        groups[name] = arena.results_of(arena.curve_lines(arena.Contender(name, curves=tuple(paths)), 192))
+        assert len(groups[name]) == 2
+    for base in groups:
+        table = arena.verdicts({base: groups[base], **groups}, noise=0.02)
+        assert table.count("2 against 2, assumed noise 0.02") == 2 and "paired" not in table
 
 
 def test_runs_on_other_batches_or_held_out_text_are_not_compared() -> None:

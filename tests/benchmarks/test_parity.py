@@ -115,6 +115,20 @@ def test_curves_are_compared_at_equal_rates(reference: Path) -> None:
         parity.references_of(reference, 12, 0.02)
 
 
+@pytest.mark.parametrize(
+    ("depth", "rate", "bar"), [(8, 0.02, 3.576), (8, 0.04, 3.461), (12, 0.02, 3.389), (12, 0.04, 3.301)]
+)
+def test_the_bar_is_that_of_our_rate(depth: int, rate: float, bar: float) -> None:
+    """3.5 at depth 8 is below what nanochat reaches at .02, and above what it reaches at .04."""
+    results = [{"val_loss": bar - 0.001}] * parity.SEEDS[depth]
+    final = parity.summary(results, [], depth, rate, same=True)
+    assert final["reached"] is True and final["bar"].endswith(str(bar)) and final["matrix_lr"] == rate
+    assert parity.summary([{"val_loss": bar + 0.001}] * 3, [], depth, rate, same=True)["reached"] is False
+    assert parity.summary(results[1:], [], depth, rate, same=True)["reached"] is None  # too few seeds
+    assert parity.summary(results, [], depth, rate, same=False)["reached"] is None
+    assert parity.summary(results, [], depth, 0.03, same=True)["bar"] is None  # no stored curve at this rate
+
+
 @pytest.mark.slow
 def test_three_steps_of_two_seeds(reference: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The whole script: one line a seed, a curve that falls from ln V, a summary that claims no bar."""

@@ -100,7 +100,7 @@ def test_runs_with_equal_training_time_are_compared() -> None:
     slower = {"tokens": 3200, "steps": 5, "time/step_ms": 202.0}
     runs = [finished(0.1, 0, 3.0, **{"time/step_ms": 100.0}), finished(0.2, 0, 2.9, **slower)]
     assert compare_seeds(runs, ["a", "b"])[0] == "Validation loss after 1s of training:"
-    with pytest.raises(InputError, match="b had 3,200 tokens, 1.1s of training"):
+    with pytest.raises(InputError, match=r"b had 3,200 tokens, 1\.1s of training"):
         compare_seeds([runs[0], finished(0.2, 0, 2.9, **{**slower, "time/step_ms": 220.0})], ["a", "b"])
 
 

@@ -20,8 +20,8 @@ loss of short runs at depth 8 and 12."""
 
 CONFIDENT = 0.95
 
-Results = Mapping[int | None, float]
-"""Seed → final loss. The seed None: unknown, so the run has no partner."""
+Results = Mapping[int | str | None, float]
+"""Seed → final loss. A run whose seed is None (unknown) or a name (of another system) has no partner."""
 
 
 @dataclass(frozen=True)
@@ -126,7 +126,7 @@ def compare_seeds(summaries: Sequence[Summary], labels: Sequence[str]) -> list[s
     if len(prints) > 1 or None in prints:
         raise InputError("--noise needs runs judged on the same recorded held-out set; try --common.")
     budget = common_budget(summaries, labels)
-    groups: dict[str, dict[int | None, float]] = {}
+    groups: dict[str, dict[int | str | None, float]] = {}
     names: dict[str, str] = {}
     for label, summary in zip(labels, summaries, strict=True):
         settings = sorted(
@@ -151,7 +151,7 @@ def judge(first: str, one: Results, second: str, two: Results, noise: float = NO
     of the differences. Otherwise each run is taken to have the standard deviation `noise`, so that the error is
     noise·√(1/n₁ + 1/n₂), and the normal distribution gives the confidence.
     """
-    shared = sorted(seed for seed in one.keys() & two.keys() if seed is not None)
+    shared = sorted(seed for seed in one.keys() & two.keys() if isinstance(seed, int))
     if len(shared) > 1:
         gaps = [one[seed] - two[seed] for seed in shared]
         difference, error = statistics.fmean(gaps), statistics.stdev(gaps) / math.sqrt(len(gaps))
