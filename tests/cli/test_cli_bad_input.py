@@ -238,3 +238,26 @@ def test_bad_run_name(tiny: dict[str, object], tmp_path: Path, capsys: pytest.Ca
     with pytest.raises(SystemExit) as caught:
         main(["train", "quickstart", *words(tiny), "--runs", str(tmp_path), "--name", "a/b"])
     assert caught.value.code == 2 and "run name" in capsys.readouterr().err
+
+
+EXPERTS = ("model.family=llama", "model.experts=4", "model.experts_active=2", "model.expert_width=16")
+MESHES: dict[str, tuple[tuple[str, ...], str]] = {
+    "sinks": (
+        ("model.family=gptoss", *EXPERTS[1:], "topology.data=4", "topology.context=2"),
+        "topology.context=2 splits rows",
+    ),
+    "stages that differ": (
+        ("topology.pipeline=2", "topology.context=2", "topology.data=2", "model.window=L"),
+        "topology.pipeline=2 with topology.context=2",
+    ),
+    "quantized experts": (
+        (*EXPERTS, "topology.data=4", "topology.expert=2", "lora.rank=2", "lora.quantize=nf4"),
+        "topology.expert=2 with lora.quantize=nf4",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", list(MESHES))
+def test_what_a_mesh_cannot_train(name: str, refuse: Callable[..., str], eight_devices: None) -> None:
+    arguments, message = MESHES[name]
+    assert message in refuse(*arguments, training__per_device_batch_size=1)

@@ -120,6 +120,31 @@ def test_memory_follows_the_mesh(deep: Any) -> None:
     assert tried(deep.facts, wrong, deep.terms) is None, "a width that 5 does not divide"
 
 
+REFUSED: dict[str, tuple[tuple[str, ...], str]] = {
+    "heads": (("topology.tensor=8", "model.depth=4", "model.width=384", "model.head_dim=64"), "topology.tensor=8.*6"),
+    "stages": (("topology.pipeline=8", "model.depth=4"), "topology.pipeline=8.*model.depth=4"),
+    "delta layers": (
+        ("topology.context=8", "model.family=qwennext", "model.depth=4", "model.delta_layers=DF"),
+        "topology.context=8.*delta layer",
+    ),
+    "sinks": (
+        ("topology.context=8", "model.family=gptoss", "model.depth=2", "model.experts=4"),
+        "topology.context=8.*sinks",
+    ),
+    "stages that differ": (
+        ("topology.pipeline=2", "topology.context=4", "model.depth=3"),
+        "topology.pipeline=2 with topology.context=4",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", list(REFUSED))
+def test_a_plan_refuses_the_meshes_that_training_does(name: str) -> None:
+    words, message = REFUSED[name]
+    with pytest.raises(InputError, match=message):
+        estimated("pretrain", ["training.batch_size=64", *words], parse_target("h200:8"))
+
+
 @pytest.mark.slow
 def test_quantized_bytes_are_counted() -> None:
     """Of frozen matrices: 2 bytes per weight in bfloat16, 0.516 in nf4; on several chips a share of the codes."""

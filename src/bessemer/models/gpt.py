@@ -262,7 +262,7 @@ class GPT(Transformer, LookupSettings, ExpertSettings, BigramSettings):
         rows = Rows(ids, positions, documents, keys, *watch)
         stack = Stack(
             partial(self._block, self._layer_options(self._fp8(training)), max(self.block_size, x.shape[1])),
-            self.shape.windows,
+            self.kinds,
             self.scan_layers,
             self.remat,
             self._back_out,

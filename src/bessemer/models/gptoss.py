@@ -25,6 +25,7 @@ from bessemer.models.mixtral import read_experts, write_experts
 from bessemer.models.moe import BALANCES, BIAS_AXES, LOGIT_BIAS, SCORES, Routing
 from bessemer.models.transformer import require
 from bessemer.registry import hf_types, models
+from bessemer.topology.rules import shards
 
 ALPHA, LIMIT, WINDOW = 1.702, 7.0, 128
 
@@ -91,6 +92,11 @@ class GptOss(Llama):
             not self.experts_shared, f"model.experts_shared is {self.experts_shared}; gpt-oss has none. Set it to 0."
         )
         super().check()
+        require(
+            shards("sequence") == 1,
+            f"topology.context={shards('sequence')} splits rows, and attention sinks are for whole ones. Set "
+            "topology.context=1.",
+        )
 
     def routing(self) -> Routing | None:
         found = super().routing()

@@ -591,7 +591,6 @@ class Llama(Transformer, ExpertSettings):
 
     @property
     def kinds(self) -> tuple[Kind, ...]:
-        """The kind of each layer."""
         return tuple(Kind(window, rope) for window, rope in zip(self.shape.windows, self.ropes, strict=True))
 
     def _attend_kind(self, kind: Kind, documents: Array | None) -> Attend:

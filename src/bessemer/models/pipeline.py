@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -109,6 +109,29 @@ def stage_bounds(depth: int, stages: int) -> list[tuple[int, int]]:
     return list(pairwise(firsts))
 
 
+def check_stages(kinds: Sequence[Hashable], layers: Sequence[Any], stages: int, pieces: int) -> None:
+    """Raise InputError if the stages of a model differ and `pieces` devices share a row.
+
+    kinds: the static part of each layer. layers: the shapes of its parameters.
+    """
+    forms = [(kind, _form(layer)) for kind, layer in zip(kinds, layers, strict=True)]
+    _check_alike({tuple(forms[first:end]) for first, end in stage_bounds(len(forms), stages)}, stages, pieces)
+
+
+def _form(layer: Any) -> tuple[Any, ...]:
+    return tuple((path, leaf.shape) for path, leaf in jax.tree_util.tree_leaves_with_path(layer))
+
+
+def _check_alike(programs: Collection[Any], stages: int, pieces: int) -> None:
+    if len(programs) > 1 and pieces > 1:
+        raise InputError(
+            f"topology.pipeline={stages} with topology.context={pieces} takes stages that are alike: devices that "
+            "attend to different windows would wait for each other forever. Here the stages differ in their number of "
+            "layers, windows (model.window, model.sliding_layers) or value embeddings. Use another number of stages, "
+            "model.window=L, or topology.context=1."
+        )
+
+
 def micro_batches(stages: int, rows: int) -> int:
     """Return M of a pass with `rows` sequences on each device."""
     return stages * rows
@@ -174,13 +197,7 @@ def _pipelined(
     seen = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), stats)
     kinds = [tuple(stack.kinds[first:end]) for first, end in bounds]
     programs = list(dict.fromkeys(zip(kinds, places, strict=True)))
-    if len(programs) > 1 and shards("sequence") > 1:
-        raise InputError(
-            f"topology.pipeline={stages} with topology.context={shards('sequence')} takes stages that are alike: "
-            "devices that attend to different windows would wait for each other forever. Here the stages differ in "
-            "their number of layers, windows (model.window, model.sliding_layers) or value embeddings. Use another "
-            "number of stages, model.window=L, or topology.context=1."
-        )
+    _check_alike(programs, stages, shards("sequence"))
     which = [programs.index(program) for program in zip(kinds, places, strict=True)]
     stage = _stage([partial(_layers, stack, len(params), seen, *program) for program in programs])
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Sequence
 from functools import partial
 from typing import Any, ClassVar, NamedTuple
 
@@ -211,6 +211,11 @@ class Transformer(Model):
             "attention": (attention, f"for {why}{masked}{layout.describe()}"),
             "kernels": (rows, f"{self.kernel_work(rows)} for {jnp.dtype(dtype).name}"),
         }
+
+    @property
+    def kinds(self) -> Sequence[Hashable]:
+        """The kind of each layer: layers of one kind with parameters of the same shapes are one program."""
+        return self.shape.windows
 
     def check(self) -> None:
         """Raise InputError for the first setting that cannot be built, naming it and the remedy."""

@@ -18,14 +18,7 @@ from bessemer.topology import AXES, CHIPS, Chip, Topology, TopologySettings, chi
 from bessemer.topology.mesh import fill_sizes
 from bessemer.training.context import RunContext
 from bessemer.training.setup import microbatch
-from bessemer.training.setup.compiled import (
-    Functions,
-    abstract_state,
-    check_sequence,
-    check_stages,
-    make_optimizer,
-    record_micro_batch,
-)
+from bessemer.training.setup.compiled import Functions, abstract_state, check_mesh, make_optimizer, record_micro_batch
 from bessemer.training.setup.microbatch import KEY as MICRO
 from bessemer.training.setup.plan import RunPlan, StepHooks
 
@@ -180,8 +173,7 @@ def absent_topology(settings: TopologySettings, target: Target) -> AbsentTopolog
 def absent_functions(plan: RunPlan, hooks: StepHooks) -> Functions:
     """Return what `build_functions` does, without a device and without jitted steps."""
     topology, batch_size = plan.context.topology, plan.data.batch_size
-    check_sequence(plan.context.settings.block_size, topology.mesh.shape["context"])
-    check_stages(plan.model.model, topology.mesh.shape["pipeline"])
+    check_mesh(plan)
     optimizer = make_optimizer(plan, hooks)
     abstract, placed = abstract_state(plan, hooks, optimizer)
     per_device = fit_micro_batch(plan.context, batch_size)

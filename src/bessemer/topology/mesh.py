@@ -167,6 +167,12 @@ class Topology:
         with jax.set_mesh(self.mesh), nn.logical_axis_rules(list(self.compute_rules)):
             yield
 
+    @contextmanager
+    def layout(self) -> Iterator[None]:
+        """Set the mesh's sizes and the rules for checks of settings, which need no device."""
+        with jax.sharding.use_abstract_mesh(self.mesh.abstract_mesh), nn.logical_axis_rules(list(self.compute_rules)):
+            yield
+
     def describe(self) -> dict[str, Any]:
         """Return what bit-exactness depends on, for meta.json; resume reports any difference."""
         import jaxlib

@@ -15,9 +15,9 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from bessemer.config import dotted
 from bessemer.data import data_root
 from bessemer.errors import InputError, TrainingError
-from bessemer.models.lora import group_of_adapted
+from bessemer.models.lora import group_of_adapted, is_stack_of_experts
 from bessemer.models.moe import balancer
-from bessemer.models.pipeline import check_branches
+from bessemer.models.pipeline import check_branches, check_stages
 from bessemer.models.protocol import SilentAtStart, group_of
 from bessemer.models.transformer import Transformer
 from bessemer.objectives.base import FollowsProgress
@@ -42,6 +42,7 @@ from bessemer.training.state import (
     spike_rule,
 )
 
+WEIGHTS = "generate/weights"
 MAX_VALIDATION_BATCHES = 8
 """Micro-batches in one call of val_step: bounds what is on the device at once."""
 
@@ -68,20 +69,44 @@ class Functions(NamedTuple):
         return self.micro * self.validation_batches
 
 
-def check_stages(model: Any, stages: int) -> None:
-    """Raise InputError if a model of another kind than the families' is to run in stages."""
-    if stages > 1 and not isinstance(model, Transformer):
+def check_mesh(plan: RunPlan) -> None:
+    """Raise InputError for what the mesh cannot train, before anything is compiled or written."""
+    context, parts = plan.context, plan.model
+    sizes = context.topology.mesh.shape
+    check_sequence(context.settings.block_size, sizes["context"])
+    if sizes["pipeline"] > 1:
+        if not isinstance(parts.model, Transformer):
+            raise InputError(
+                f"topology.pipeline={sizes['pipeline']}, but {type(parts.model).__name__} does not divide its layers "
+                "into stages. Use topology.fsdp for these devices."
+            )
+        params = unbox(parts.boxed)
+        layers = [(params[f"blocks_{n}"], params.get(f"lookups_{n}")) for n in range(parts.model.depth)]
+        check_stages(parts.model.kinds, layers, sizes["pipeline"], sizes["context"])
+    if sizes["expert"] > 1:
+        check_whole_experts(plan, sizes["expert"])
+
+
+def check_whole_experts(plan: RunPlan, devices: int) -> None:
+    """Raise InputError if stacks of experts are to be quantized, whose blocks of weights no mesh axis splits."""
+    parts, settings = plan.model, []
+    flat = flatten_dict(parts.boxed)
+    if any(is_stack_of_experts(flat[path]) for path in parts.split.quantized):
+        settings.append(f"lora.quantize={parts.split.lora.quantize}")
+    sampled = plan.context.config.get(WEIGHTS) or "auto"
+    if sampled != "auto":
+        settings.append(f"generate.weights={sampled}")
+    if settings:
         raise InputError(
-            f"topology.pipeline={stages}, but {type(model).__name__} does not divide its layers into stages. Use "
-            "topology.fsdp for these devices."
+            f"topology.expert={devices} with {' and '.join(settings)}: quantized experts are not split over devices. "
+            "Set topology.expert=1 and use topology.data or topology.fsdp for these devices, or do not quantize."
         )
 
 
 def build_functions(plan: RunPlan, hooks: StepHooks) -> Functions:
     """Make the optimizer, the state's shapes and shardings, and the jitted steps."""
     settings, topology, batch_size = plan.context.settings, plan.context.topology, plan.data.batch_size
-    check_sequence(settings.block_size, topology.mesh.shape["context"])
-    check_stages(plan.model.model, topology.mesh.shape["pipeline"])
+    check_mesh(plan)
     optimizer = make_optimizer(plan, hooks)
     abstract, placed = abstract_state(plan, hooks, optimizer)
     per_device = derive_micro_batch(plan, hooks, abstract, placed)

@@ -83,7 +83,8 @@ def build_model(context: RunContext[Any], kind: type[Any] | None, tokenizer: Tok
         choose_float8(config, topology)
         model = config.make(kind or models.get(context.settings.family))
     if isinstance(model, Checked):
-        model.check()
+        with topology.layout():
+            model.check()
     note_shape(context, model)
     lora = train_new_parameters(context, model)
     if lora.rank:
