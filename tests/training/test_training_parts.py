@@ -178,10 +178,45 @@ def test_rates_of_a_demonstration_on_weights_of_ones_own_get_a_note() -> None:
     config = resolve(schema_of, "sft", [*OWN, "optimization.name=muon"])
     [note] = shipped_rates(config, 1_240_000_000)
     assert "optimization.name=adamw optimization.lr=1.8e-05" in note
-    assert not shipped_rates(resolve(schema_of, "grpo", OWN), 1_240_000_000)  # derived, so nothing to warn of
+    derived = resolve(schema_of, "grpo", OWN)
+    derived.set("optimization/lr", 9e-7, "the formula's")
+    assert not shipped_rates(derived, 1_240_000_000)
     assert not shipped_rates(
         resolve(schema_of, "sft", [*OWN, "optimization.name=muon", "optimization.lr_multiplier=0.1"]), 10**9
     )
+
+
+@pytest.mark.parametrize("name", ["lion", "sgd", "adafactor", "muon"])
+@pytest.mark.parametrize("recipe", ["sft", "grpo", "quickstart"])
+@pytest.mark.parametrize("words", [OWN, OWN[:1]])
+def test_no_optimizer_keeps_a_demonstrations_rate_silently(name: str, recipe: str, words: list[str]) -> None:
+    """Lion under sft took 1e-3, the recipe's rate for AdamW and a tiny model, without a word; so did a run of own
+    weights on the recipe's data, and one whose data was passed in Python."""
+    [note] = shipped_rates(resolve(schema_of, recipe, [*words, f"optimization.name={name}"]), 1_240_000_000)
+    assert "optimization.name=adamw optimization.lr=" in note
+    rate = "lr_multiplier" if name == "muon" else "lr"
+    given = [*words, f"optimization.name={name}", f"optimization.{rate}=0.01"]
+    assert not shipped_rates(resolve(schema_of, recipe, given), 1_240_000_000)
+    assert not shipped_rates(resolve(schema_of, recipe, [f"optimization.name={name}"]), 1_240_000_000)
+
+
+def test_adamw_without_a_derived_rate_gets_a_note() -> None:
+    [note] = shipped_rates(resolve(schema_of, "quickstart", [*OWN, "optimization.name=adamw"]), 1_240_000_000)
+    assert "Try optimization.lr=1.8e-05" in note
+
+
+@pytest.mark.parametrize("recipe", ["sft", "dpo", "grpo", "reward"])
+def test_rates_follow_from_the_weights_whatever_the_data(recipe: str, tmp_path: Path) -> None:
+    """Own weights on the recipe's data, and both in a recipe file of one's own, kept the toy's rate."""
+    mine = tmp_path / "mine.yaml"
+    mine.write_text(f"extends: {recipe}\ninit: models/llama\ntraining: {{dataset: chats.jsonl}}\n")
+    wanted = rate_for_weights(resolve(schema_of, recipe, OWN), 1_240_000_000)
+    assert wanted is not None
+    assert rate_for_weights(resolve(schema_of, recipe, OWN[:1]), 1_240_000_000) == wanted
+    own = resolve(schema_of, str(mine))
+    assert rate_for_weights(own, 1_240_000_000) == wanted
+    sizes = sizes_for_own_data(own, 300, own_rows=False, parallel=1)
+    assert sizes == sizes_for_own_data(resolve(schema_of, recipe, OWN), 300, own_rows=False, parallel=1)
 
 
 @pytest.mark.parametrize("recipe", ["sft", "dpo", "grpo", "reward"])

@@ -18,7 +18,7 @@ from bessemer.training.console.output import optimizer_groups
 from bessemer.training.persistence import frozen
 from bessemer.training.settings import BaseTrainerConfig
 from bessemer.training.setup.compiled import Functions
-from bessemer.training.setup.horizon import MULTIPLIER, is_shipped, repeats, starts_from_real_weights
+from bessemer.training.setup.horizon import is_shipped, repeats, starts_from_own_weights
 from bessemer.training.setup.initial_weights import tree_in
 from bessemer.training.setup.model import ModelParts, flops_formula
 from bessemer.training.setup.plan import RunPlan
@@ -102,20 +102,18 @@ def rates(functions: Functions) -> Iterator[str]:
 
 
 def shipped_rates(config: Config, parameters: int) -> list[str]:
-    """Return a note where weights and data are the caller's but the optimizer's rates are a small demonstration's.
+    """Return a note where the weights are the caller's but the rates are an optimizer's or a small demonstration's.
 
-    AdamW's rate is derived from the model (`rate_for_weights`); this is for the others, such as Muon.
+    Where a rate is derived from the model (`rate_for_weights`), there is none.
     """
     rates = [key for key in config.provenance if key.startswith("optimization/") and "lr" in key]
-    if MULTIPLIER not in rates or not all(is_shipped(config, key) for key in rates):
-        return []
-    if not starts_from_real_weights(config):
+    if not rates or not all(is_shipped(config, key) for key in rates) or not starts_from_own_weights(config):
         return []
     share = objectives.entry(config["objective"]).traits.get("rate_share") or 1.0
     rate = fine_tuning_rate(parameters, share, adapters=config["lora/rank"] > 0).value
+    name = "" if config["optimization/name"] == "adamw" else "optimization.name=adamw "
     return [
-        "these rates are the recipe's, for its own small demonstration; on pretrained weights they can undo what was "
-        f"learned. Try optimization.name=adamw optimization.lr={rate:g}"
+        f"these rates are not for pretrained weights and can undo what was learned. Try {name}optimization.lr={rate:g}"
     ]
 
 

@@ -152,7 +152,7 @@ def derive(config: Config, parts: ModelParts, epoch_rows: int, own_rows: bool = 
     dialed = config["training/ratio"] == -1 or target.given == "ratio"
     if config["training/ratio"] == -1:
         config = config.replace({"training/ratio": ratio_of(config)}, "the optimizer preset's")
-    if (rate := rate_for_weights(config, counts["total"], own_rows)) is not None:
+    if (rate := rate_for_weights(config, counts["total"])) is not None:
         config = config.replace({rate.name: rate.value}, rate.reason)
         rows.append(rate)
     sizes = Sizes(counts.get("scaling"), parts.flops_per_token, epoch_rows * block)
@@ -252,32 +252,33 @@ def is_shipped(config: Config, key: str) -> bool:
     return origin.is_default or (origin.is_recipe and origin.detail in SHIPPED)
 
 
-def starts_from_real_weights(config: Config, own_rows: bool = False) -> bool:
-    """Return whether the run starts from weights and trains on the caller's data, unlike a recipe's demo."""
-    if config["init"] is None or is_recipes_run(config, "init"):
-        return False
-    return own_rows or bool(config.asked("training/dataset"))
+def starts_from_own_weights(config: Config) -> bool:
+    """Return whether the run starts from weights that the caller or a recipe of theirs names, unlike a demo."""
+    return config["init"] is not None and not is_shipped(config, "init") and not is_recipes_run(config, "init")
 
 
-def rate_for_weights(config: Config, parameters: int, own_rows: bool = False) -> Derivation | None:
+def rate_for_weights(config: Config, parameters: int) -> Derivation | None:
     """Return AdamW's rate for the size of the weights that the caller starts from; None if another one holds.
 
-    A recipe's own rate is for its demonstration with a tiny model and would destroy real weights.
-    own_rows: the data was passed in Python, not named by training.dataset.
+    A recipe's own rate is for its demonstration with a tiny model and would destroy real weights, whatever the data.
     """
     share = objectives.entry(config["objective"]).traits.get("rate_share")
     if share is None or config.get("optimization/name") != "adamw" or not is_shipped(config, RATE):
         return None
-    if not starts_from_real_weights(config, own_rows):
+    if not starts_from_own_weights(config):
         return None
     return fine_tuning_rate(parameters, share, adapters=config["lora/rank"] > 0)
 
 
 def sizes_for_own_data(config: Config, epoch_rows: int, own_rows: bool, parallel: int) -> list[Derivation]:
     """Return passes over the data and batch size of a run on the caller's own weights and data, where a shipped recipe
-    has the numbers of its demonstration. Empty if the caller gave them, or for objectives without `own_epochs`."""
+    has the numbers of its demonstration. Empty if the caller gave them, or for objectives without `own_epochs`.
+
+    own_rows: the data was passed in Python, not named by training.dataset.
+    """
     epochs = objectives.entry(config["objective"]).traits.get("own_epochs")
-    if epochs is None or not starts_from_real_weights(config, own_rows):
+    own_data = own_rows or not is_shipped(config, "training/dataset")
+    if epochs is None or not own_data or not starts_from_own_weights(config):
         return []
     asked = config["training/epochs"] if config.asked("training/epochs") else None
     rows, seen = [], None if asked is None else asked * epoch_rows
