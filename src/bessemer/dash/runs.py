@@ -12,7 +12,16 @@ from bessemer.dash.files import MOST_BYTES, Folder, Gone, Remembered, parsed
 from bessemer.job import RunDirectory
 from bessemer.job.directory import step_of_name
 from bessemer.report.listing import differing_settings
-from bessemer.report.summary import ALL_STEPS, OLDER_NAMES, RESULTS, Summary, disk_size, flatten_settings, headline, is_number
+from bessemer.report.summary import (
+    ALL_STEPS,
+    OLDER_NAMES,
+    RESULTS,
+    Summary,
+    disk_size,
+    flatten_settings,
+    headline,
+    is_number,
+)
 
 NEWEST = {
     "loss": "loss_smooth",

@@ -153,7 +153,7 @@ def curve(columns: Columns, name: str, view: View) -> dict[str, Any] | None:
 
 def axis_of(columns: Columns, name: str) -> np.ndarray | None:
     """Return an axis without gaps; a row without it has its older name's value, if any. None: the run has neither."""
-    found = [columns[known] for known in (name, OLDER_NAMES.get(name)) if known in columns]
+    found = [columns[known] for known in (name, OLDER_NAMES.get(name, name)) if known in columns]
     if not found:
         return None
     return carried(np.where(np.isfinite(found[0]), found[0], found[-1]))

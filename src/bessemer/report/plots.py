@@ -160,7 +160,7 @@ def line(axes: Axes, summary: Summary, name: str, label: str, axis: str = "step"
     """
     xs, ys, last = [], [], None
     for row in summary.rows:
-        place = row.get(axis, row.get(OLDER_NAMES.get(axis)))
+        place = row.get(axis, row.get(OLDER_NAMES.get(axis, axis)))
         last = place if is_number(place) else last
         if last is not None and is_number(row.get(name)):
             xs.append(last)
