@@ -255,6 +255,81 @@ def test_an_error_in_code_of_your_own_names_its_line(
     assert ("bug in bessemer" in text) == begins.startswith("error: called by")
 
 
+def test_an_error_in_a_file_that_yours_imports_names_its_line(
+    here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A module on Python's path is the user's code as well, and no bug of Bessemer."""
+    monkeypatch.syspath_prepend(here)
+    (here / "own_parts_help.py").write_text("def fall():\n    return missing\n")
+    (here / "own_parts_four.py").write_text("import own_parts_help\n\n\ndef score():\n    own_parts_help.fall()\n")
+    with pytest.raises(NameError) as caught:
+        load_attribute("own_parts_four.py:score", "reward")()
+    _report_bug(caught.value)
+    *_, text = capsys.readouterr().err.splitlines()
+    assert text.startswith(f"error: in {here / 'own_parts_help.py'} line 2: NameError: ") and "bug" not in text
+    (here / "own_parts_five.py").write_text("import own_parts_help\nown_parts_help.fall()\n")
+    for word in ("own_parts_five.py", "own_parts_five"):
+        with pytest.raises(InputError, match=r"NameError: .*\(.*own_parts_help\.py line 2\)\.$"):
+            registry.import_plugin(word)
+    reward = Rewards([RewardSpec(f"{here}/own_parts_four.py:score")])
+    (here / "own_parts_six.py").write_text("def score(**columns):\n    return missing\n")
+    reward = Rewards([RewardSpec("own_parts_six.py:score")])
+    with pytest.raises(TrainingError, match=r"NameError: .*\(.*own_parts_six\.py line 2\)\. It was called"):
+        reward(["a"], ["four"], {})
+
+
+def test_a_file_beside_a_plugin_is_imported_as_a_plugin_before_it(here: Path) -> None:
+    (here / "own_parts_help.py").write_text("value = 1\n")
+    (here / "own_parts_two.py").write_text("from own_parts_help import value\n")
+    with pytest.raises(InputError) as caught:
+        registry.import_plugin("own_parts_two.py")
+    hint = "plugins=[own_parts_help.py,own_parts_two.py]"
+    assert hint in str(caught.value) and f"PYTHONPATH={here}" in str(caught.value)
+    resolve(schema_of, {}, [hint])
+    assert sys.modules["own_parts_two"].value == 1
+    (here / "own_parts_pack").mkdir()
+    for number, line in enumerate(("import own_parts_pack.deep", "from . import own_parts_help")):
+        (here / f"own_parts_three{number}.py").write_text(f"{line}\n")
+        with pytest.raises(InputError, match=("PYTHONPATH=", "write `import helper`")[number]):
+            registry.import_plugin(f"own_parts_three{number}.py")
+
+
+STARTS = """
+import bessemer as bm
+
+class Mine(bm.BaseTrainer):
+    pass
+
+GUARD
+    START
+"""
+
+
+@pytest.mark.parametrize(
+    "start",
+    ["bm.train('quickstart', plugins=[__file__])", "Mine(bm.ExecutionSpec.local('runs')).run()", "bm.resume('runs/a')"],
+)
+def test_a_script_that_starts_a_run_when_imported_is_refused(here: Path, start: str) -> None:
+    """It would train once more inside the import, and again at every resume."""
+    text = STARTS.replace("START", start)
+    (here / "own_parts_script.py").write_text(text.replace("GUARD", "if True:"))
+    with pytest.raises(InputError) as caught:
+        resolve(schema_of, "quickstart", ["plugins=[own_parts_script.py]"])
+    assert f"line 8 of {here / 'own_parts_script.py'} starts a run" in str(caught.value)
+    assert "if __name__ == '__main__':" in str(caught.value) and not list(here.glob("runs/*"))
+    (here / "own_parts_script.py").write_text(text.replace("GUARD", "if __name__ == '__main__':"))
+    resolve(schema_of, "quickstart", ["plugins=[own_parts_script.py]"])
+
+
+@pytest.mark.parametrize(("guard", "line"), [("if True:", 4), ("if __name__ == '__main__':", None)])
+def test_a_script_without_a_guard_is_noticed_while_it_runs(here: Path, guard: str, line: int | None) -> None:
+    script = here / "own_parts_main.py"
+    asks = "print(unguarded_line(pathlib.Path(__file__).resolve()))"
+    script.write_text(f"import pathlib\nfrom bessemer.user_code import unguarded_line\n{guard}\n    {asks}\n")
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == str(line)
+
+
 @pytest.mark.parametrize("returned", [jnp.ones(()), (jnp.ones(()), jnp.ones(())), (jnp.ones(()), 1, 2)])
 def test_an_objective_that_returns_something_else_is_told_what_to_return(returned: Any) -> None:
     state = TrainState(

@@ -79,7 +79,7 @@ def to_install(extra: str) -> str:
     """
     import importlib.util
 
-    pip = f"{_python()} -m pip install"
+    pip = f"{this_python()} -m pip install"
     if importlib.util.find_spec("pip") is None and shutil.which("uv"):
         pip = f"uv pip install --python {_short(Path(sys.executable))}"
     return f"{pip} {_requirement(extra)}"
@@ -132,11 +132,12 @@ def runnable(text: str) -> str:
     if shutil.which("bessemer"):
         return text
     program = Path(sys.argv[0])
-    known = _short(program) if program.name == "bessemer" and program.is_file() else f"{_python()} -m bessemer"
+    known = _short(program) if program.name == "bessemer" and program.is_file() else f"{this_python()} -m bessemer"
     return _COMMAND.sub(lambda found: found[1] + known, text)
 
 
-def _python() -> str:
+def this_python() -> str:
+    """Return the word that starts this Python in a shell."""
     found = shutil.which("python")
     same = found is not None and os.path.samefile(Path(found).parent, Path(sys.executable).parent)
     return "python" if same else _short(Path(sys.executable))

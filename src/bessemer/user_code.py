@@ -6,12 +6,18 @@ never put on sys.path, so nothing in it can hide an installed module. job/trust.
 
 from __future__ import annotations
 
+import ast
+import contextlib
 import functools
 import hashlib
 import importlib
 import importlib.util
+import shlex
 import sys
+import sysconfig
 import traceback
+from collections.abc import Iterator
+from contextvars import ContextVar
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -21,6 +27,9 @@ from bessemer.errors import BessemerError, InputError
 SCRIPT = ".py"
 _by_path: dict[str, ModuleType] = {}
 """Modules loaded from a file, by its path."""
+_importing: ContextVar[str] = ContextVar("bessemer_importing", default="")
+"""The file or module that is being imported in this thread."""
+GUARD = "if __name__ == '__main__':"
 
 
 def load_attribute(word: str, what: str) -> Any:
@@ -39,13 +48,18 @@ def import_code(name: str, what: str) -> ModuleType:
     if file is not None:
         return _import_file(file, what)
     try:
-        return importlib.import_module(name)
+        with _import_of(name):
+            return importlib.import_module(name)
     except BessemerError:
         raise
     except Exception as error:  # any code of the user's
         missing = isinstance(error, ModuleNotFoundError) and f"{name}.".startswith(f"{error.name}.")
         if not missing:
-            raise InputError(f"{what}: module '{name}' cannot be imported: {type(error).__name__}: {error}.") from error
+            line, _ = line_of(error)
+            raise InputError(
+                f"{what}: module '{name}' cannot be imported: {type(error).__name__}: {error}"
+                f"{f' ({line})' if line else ''}."
+            ) from error
         raise InputError(
             f"{what}: there is no installed module '{name}' and no file '{_as_file(name)}' in {Path.cwd()}. Write the "
             f"path of the file, such as path/to/{_as_file(name).name}, or install the module."
@@ -86,16 +100,51 @@ def label(word: str) -> str:
     return f"{Path(name).stem}:{attribute}" if name.endswith(SCRIPT) else word
 
 
+def refuse_while_importing() -> None:
+    """Raise InputError if a file is just being imported for the parts it defines: it would start a run each time."""
+    place = _importing.get()
+    if not place:
+        return
+    frames = [frame for frame in traceback.extract_stack() if frame.filename == place]
+    line = f"line {frames[-1].lineno} of {place}" if frames else f"the module {place}"
+    raise InputError(
+        f"{line} starts a run while the file is imported for the parts that it defines, which every run and every "
+        f"resume does. Put what starts it under: {GUARD}"
+    )
+
+
+def unguarded_line(file: Path) -> int | None:
+    """Return the line of the main program `file` that is running now, if it is not below `if __name__ == …`."""
+    frames = [frame for frame in traceback.extract_stack() if frame.name == "<module>"]
+    running = [frame.lineno for frame in frames if Path(frame.filename).resolve() == file and frame.lineno]
+    try:
+        parts = ast.parse(file.read_bytes()).body if running else []
+    except (OSError, SyntaxError, ValueError):
+        return None
+    for part in parts:
+        if part.lineno <= running[-1] <= (part.end_lineno or part.lineno):
+            guarded = isinstance(part, ast.If) and "__name__" in ast.unparse(part.test)
+            return None if guarded else running[-1]
+    return None
+
+
 def line_of(error: BaseException) -> tuple[str | None, bool]:
-    """Return "FILE line N", the last line of loaded files that ran before an error, or None; and whether the error
-    arose there, or in a library that it called, rather than in Bessemer."""
+    """Return "FILE line N", the last line of the user's own files that ran before an error, or None; and whether the
+    error arose there, or in a library that it called, rather than in Bessemer."""
     ours = str(Path(__file__).parent)
     raised_there = True
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
-        if frame.filename in _by_path:
+        if frame.filename in _by_path or _is_own(frame.filename):
             return f"{frame.filename} line {frame.lineno}", raised_there
         raised_there = raised_there and not frame.filename.startswith(ours)
     return None, False
+
+
+def _is_own(filename: str) -> bool:
+    """Return whether a file is neither Bessemer's nor of Python or an installed package."""
+    installed = {str(Path(__file__).parent), sys.prefix, sys.base_prefix, *sysconfig.get_paths().values()}
+    outside = not any(Path(filename).is_relative_to(place) for place in installed)
+    return outside and "site-packages" not in filename and Path(filename).is_file()
 
 
 def _as_file(name: str) -> Path:
@@ -133,16 +182,55 @@ def _import_file(path: Path, what: str) -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
     try:
-        spec.loader.exec_module(module)
+        with _import_of(str(path)):
+            spec.loader.exec_module(module)
     except BaseException as error:
         del sys.modules[name]
         if isinstance(error, BessemerError) or not isinstance(error, Exception):
             raise
         frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
         line = f" line {frames[-1].lineno}" if frames else ""
-        raise InputError(f"{what}: '{path}'{line} cannot be imported: {type(error).__name__}: {error}.") from error
+        deepest, _ = line_of(error)
+        elsewhere = f" ({deepest})" if deepest and not deepest.startswith(f"{path} line") else ""
+        raise InputError(
+            f"{what}: '{path}'{line} cannot be imported: {type(error).__name__}: {error}{elsewhere}."
+            f"{_about_sibling(path, error)}"
+        ) from error
     _by_path[str(path)] = module
     return module
+
+
+@contextlib.contextmanager
+def _import_of(place: str) -> Iterator[None]:
+    token = _importing.set(place)
+    try:
+        yield
+    finally:
+        _importing.reset(token)
+
+
+def _about_sibling(path: Path, error: Exception) -> str:
+    """Return how to make a file or package beside `path` importable, if that is what the import of `path` lacks."""
+    if isinstance(error, ImportError) and "relative import" in str(error):
+        return " A file that is loaded by its path is in no package: write `import helper`, not `from . import helper`."
+    if not isinstance(error, ModuleNotFoundError) or not error.name:
+        return ""
+    beside = path.parent / error.name.partition(".")[0]
+    path_of = f"put its directory on Python's path: PYTHONPATH={shlex.quote(str(path.parent))}"
+    if (file := beside.with_suffix(SCRIPT)).is_file():
+        return (
+            f" {file.name} is beside it, but that directory is not searched. Import it first, as a plugin of its own: "
+            f"plugins=[{_from_here(file)},{_from_here(path)}]; or {path_of}"
+        )
+    return (
+        f" {beside.name} is a package beside it, but that directory is not searched: {path_of}"
+        if beside.is_dir()
+        else ""
+    )
+
+
+def _from_here(path: Path) -> str:
+    return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)
 
 
 def _same_file(module: ModuleType, path: Path) -> bool:

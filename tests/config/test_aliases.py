@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import shlex
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,9 +15,11 @@ from bessemer.cli import COMMANDS, LazyGroup
 from bessemer.cli.options import refuse_flags
 from bessemer.cli.train import split_words
 from bessemer.config import Schema, recipe_names, resolve
-from bessemer.config.aliases import ALIASES, answer
+from bessemer.config.aliases import ALIASES, answer, on_hub
 from bessemer.config.resolve import select_schema
+from bessemer.data.sources.files import find_files
 from bessemer.errors import InputError
+from bessemer.job.runs import find_run
 from bessemer.plan.trainer import planned_trainer
 from bessemer.training.setup.schema import schema_of
 
@@ -171,6 +174,30 @@ def test_no_suggestion_is_better_than_a_wrong_one(name: str) -> None:
 
 
 @pytest.mark.parametrize(
+    ("key", "hint"),
+    [
+        ("training.lora_rank", "write lora.rank=3"),
+        ("training.lora_quantize", "did you mean 'lora.quantize'?"),
+        ("lora_quantize", "did you mean 'lora.quantize'?"),
+        ("training.blocksize", "did you mean 'architecture.block_size'?"),
+        ("blocksize", "did you mean 'architecture.block_size'?"),
+        ("model.chekpoint_interval", "did you mean 'logging.checkpoint_interval'?"),
+        ("training.rank", "that name is in another section: lora.rank"),
+        ("training.depth", "that name is in another section: model.depth"),
+    ],
+)
+def test_a_setting_of_another_section_is_found(key: str, hint: str) -> None:
+    assert schema("quickstart").unknown(key.replace(".", "/"), 3).startswith(f"unknown setting '{key}'")
+    assert schema("quickstart").unknown(key.replace(".", "/"), 3).endswith(hint)
+
+
+def test_several_unknown_settings_are_named_at_once() -> None:
+    message = refused("training.lora_rank=8", "training.rank=4", "zzz=1", "model.stepz=3")
+    for key in ("training.lora_rank", "training.rank", "zzz", "model.stepz"):
+        assert f"unknown setting '{key}'" in message
+
+
+@pytest.mark.parametrize(
     ("key", "setting"),
     [
         ("optimizaton.lr_multiplier", "optimization.lr_multiplier"),
@@ -205,6 +232,62 @@ def test_a_setting_of_another_objective_says_how_to_select_it() -> None:
 def test_flags_on_the_command_line(words: list[str], instead: str) -> None:
     with pytest.raises(InputError, match=re.escape(instead)):
         split_words(tuple(words))
+
+
+def refused(*words: str) -> str:
+    with pytest.raises(InputError) as caught:
+        recipe, overrides = split_words(words)
+        resolve(schema_of, recipe, overrides, allow_open=True)
+    return str(caught.value)
+
+
+TRL = "--learning_rate 1e-4 --num_train_epochs 3 --per_device_train_batch_size 4 --model_name_or_path X --bf16"
+SFT = "optimization.lr=1e-4 training.epochs=3 training.per_device_batch_size=4 init=X architecture.precision=bf16"
+
+
+@pytest.mark.parametrize("recipe", ["quickstart", "sft"])
+def test_all_flags_are_answered_at_once(recipe: str) -> None:
+    message = refused(recipe, *TRL.split(), "--no_such_thing", "training.stepz=3")
+    for flag, setting in zip(TRL.split("--")[1:], SFT.split(), strict=True):
+        assert f"--{flag.split()[0]}: write {setting}" in message
+    assert "--no_such_thing: unknown." in message and "did you mean 'training.steps'?" in message
+    together = message.rpartition("Together: ")[2].split()
+    assert set(together) - {"optimization.name=adamw"} == set(SFT.split()) and "\n" not in message
+    resolve(schema_of, recipe, together)
+
+
+@pytest.mark.parametrize(
+    ("words", "together"),
+    [
+        ("--lr 1e-4 --optim lion", "optimization.lr=1e-4 optimization.name=lion"),
+        ("lr=1e-4 optim=lion", "optimization.lr=1e-4 optimization.name=lion"),
+        ("sft learning_rate=1e-4 num_train_epochs=3", "optimization.lr=1e-4 training.epochs=3"),
+        ("sft --lr 1e-4 num_train_epochs=3", "optimization.lr=1e-4 training.epochs=3"),
+        ("sft --lora_r 32 --use_peft --lora_alpha 8", "lora.rank=32 lora.alpha=8"),
+        (
+            "--lr_scheduler_type linear --warmup_ratio 0.03",
+            "optimization.schedule=wsd training.warmup_pct=0.03 training.decay_pct=1",
+        ),
+        ("sft --num_generations 4 --lr 1e-4 --seed 3", "optimization.lr=1e-4 seed=3"),
+    ],
+)
+def test_answers_fit_together(words: str, together: str) -> None:
+    assert refused(*words.split()).rpartition("Together: ")[2] == together
+    recipe = "sft" if words.startswith("sft") else "quickstart"
+    resolve(schema_of, recipe, together.split())
+
+
+def test_names_of_the_hub_get_its_prefix(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    message = refused("sft", "--model_name_or_path", "Qwen/Qwen2.5-0.5B", "--dataset_name", "trl-lib/Capybara")
+    assert message.endswith("Together: init=hf:Qwen/Qwen2.5-0.5B training.dataset=hf:trl-lib/Capybara")
+    (tmp_path / "mine").mkdir()
+    for path in ("mine/a", "runs/a", "data/a", "x/a.jsonl", "a", "/x/a", "../x", "x/y/z", "hf:x/y"):
+        assert on_hub(path) is None
+    with pytest.raises(InputError, match=r"hub is named hf:Qwen/Qwen2\.5-0\.5B where"):
+        find_run("Qwen/Qwen2.5-0.5B")
+    with pytest.raises(InputError, match="hub is named hf:trl-lib/Capybara"):
+        find_files("trl-lib/Capybara")
 
 
 def test_flags_without_a_schema() -> None:

@@ -170,8 +170,18 @@ def test_a_run_whose_objective_chose_the_style_is_that_of_the_recipe(start: Path
         state_of(trainer.run_directory, "sft")
 
 
+def test_data_that_is_missing_is_refused_before_another_run_is_trained(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("chats.jsonl", "trl-lib/Capybara", "*.parquet"):
+        with pytest.raises(InputError, match=r"does not exist|no file matches"):
+            launch.build_trainer("sft", {"training.dataset": name}, name="mine", root=tmp_path / "runs")
+    assert not list(tmp_path.glob("runs/*"))
+
+
 def test_what_stops_a_run_that_others_start_from_says_once_how_to_go_on(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """finetune-lora starts from toy-start, which starts from toy; data without `init` would train that tiny model."""
 
@@ -180,6 +190,8 @@ def test_what_stops_a_run_that_others_start_from_says_once_how_to_go_on(
             trained_first(launch.resolve(schema_of, recipe), tmp_path, train)
         raise Stopped("stopped after step 46 of 400. Continue with: bessemer resume runs/toy-base")
 
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "chats.jsonl").touch()
     config = launch.resolve(schema_of, "finetune-lora", {"training.dataset": "chats.jsonl"})
     with pytest.raises(Stopped) as caught:
         trained_first(config, tmp_path, train)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import io
+import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console
@@ -11,7 +13,9 @@ from rich.console import Console
 from bessemer.console import wrapped
 from bessemer.errors import runnable
 from bessemer.job import RunDirectory
-from bessemer.training.console.output import Output
+from bessemer.registry import datasets, models, objectives
+from bessemer.training.console.output import Output, next_commands
+from bessemer.training.launch import build_trainer
 
 NOTE = "note       the same data 20 times: small corpora overfit, and validation gets worse while training goes on"
 
@@ -47,3 +51,62 @@ def test_what_a_model_writes_cannot_control_the_terminal(tmp_path: Path) -> None
     output.say("step  1  Once ▸\x1b]0;owned\x07\x1b[2J\x9b31m\tup\non")
     for text in (screen.getvalue(), output.directory.log.read_text()):
         assert "\x1b" not in text and "\x07" not in text and "\x9b" not in text and "?]0;owned?" in text
+
+
+OWN = """
+import bessemer as bm
+import flax.linen as nn
+from bessemer.registry import datasets, models, objectives
+from bessemer.objectives.pretrain import pretrain
+
+
+@models.register("own_bigram")
+class OwnBigram(bm.LanguageModel):
+    @nn.compact
+    def __call__(self, input_ids, positions=None, segment_ids=None, deterministic=True):
+        return nn.Dense(self.vocab_size)(nn.Embed(self.vocab_size, 8)(input_ids))
+
+
+@datasets.register("own_counting")
+def counting():
+    return [{"text": " ".join(str(first + n) for n in range(40))} for first in range(200)]
+
+
+objectives.register("own_goal", chat=True)(pretrain)
+"""
+
+
+@pytest.mark.usefixtures("on_one_device")
+def test_the_next_commands_of_a_run_with_own_parts_work_on_it(
+    tiny: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No command imports the user's code: they would fail on a model or data of their own."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "own_next.py").write_text(OWN)
+
+    def commands(**settings: Any) -> str:
+        given = {**tiny, "plugins": ["own_next.py"], **{key.replace("__", "."): v for key, v in settings.items()}}
+        trainer = build_trainer("quickstart", {key: v for key, v in given.items() if v is not None}, name="a")
+        return "\n".join(next_commands(trainer.plan, [], "runs/a"))
+
+    try:
+        shipped = {f"model__{name}": None for name in ("depth", "width", "head_dim")} | {"optimization__name": "adamw"}
+        own_model = commands(model__family="own_bigram", **shipped)
+        code = "import own_next, bessemer as bm; print(bm.Run('\"'\"'runs/a'\"'\"').evaluate(['\"'\"'bpb'\"'\"']))"
+        assert f" -c '{code}'" in own_model and "bessemer report runs/a --html" in own_model
+        assert not any(f"bessemer {word}" in own_model for word in ("sample", "eval", "chat", "serve", "train"))
+        assert code in commands(model__family="own_bigram", training__dataset="own_counting", **shipped)
+        own_data = commands(training__dataset="own_counting")
+        assert "bessemer sample runs/a" in own_data and "bessemer eval" not in own_data
+        assert "bessemer chat runs/a" in commands(objective="own_goal")
+        assert "bessemer chat" not in commands(objective="own_goal", model__family="own_bigram", **shipped)
+        recipes_own = commands(training__dataset=None)
+        assert (
+            "bessemer train quickstart 'plugins=[own_next.py]' optimization.name=muon training.dataset=my.txt"
+            in recipes_own
+        )
+    finally:
+        for table in (models, datasets, objectives):
+            for name in ("own_bigram", "own_counting", "own_goal"):
+                table._entries.pop(name, None)
+        sys.modules.pop("own_next", None)

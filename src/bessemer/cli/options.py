@@ -16,8 +16,8 @@ import click
 from click.core import ParameterSource
 
 from bessemer.cli.candidates import complete_run, complete_settings, complete_words
-from bessemer.config import Schema, is_shipped_recipe
-from bessemer.config.aliases import VALUE, answer
+from bessemer.config import Schema, is_shipped_recipe, slashed
+from bessemer.config.aliases import VALUE, Answer, answer, choices, together
 from bessemer.errors import InputError
 
 if TYPE_CHECKING:
@@ -152,34 +152,68 @@ def open_model(
 
 
 def refuse_flags(words: Sequence[str], schema: Callable[[list[str]], Schema] | None = None) -> None:
-    """Raise InputError on the first flag in `words`, naming the setting to write instead where there is one.
+    """Raise InputError if there are flags in `words`, naming for each the setting to write instead where there is one,
+    and what is wrong with the other settings.
 
-    `schema` returns the settings of the run that the other words describe; without it the answer cannot depend on the
+    `schema` returns the settings of the run that the other words describe; without it the answers cannot depend on the
     selected optimizer or objective.
     """
-    for number, word in enumerate(words):
-        if not word.startswith("-") or word == "-":
-            continue
-        name, equals, value = word.partition("=")
-        rest = list(words[:number]) + list(words[number + 1 :])
-        if not equals and number + 1 < len(words) and _is_value(words[number + 1]):
-            value = rest.pop(number)
-        raise InputError(_about(name, value or VALUE, rest, schema))
-
-
-def _about(name: str, value: str, rest: list[str], schema: Callable[[list[str]], Schema] | None) -> str:
-    plain = [word for word in rest if not word.startswith("-")]
+    flags, plain = _parted(words)
+    if not flags:
+        return
+    given = [(name, text) for name, equals, text in (word.partition("=") for word in plain) if equals]
     run = None
     if schema is not None:
-        with contextlib.suppress(InputError):  # another word is wrong too: one mistake at a time
-            run = schema(plain)
+        known = {name for name, _ in given}
+        chosen = [f"{key}={text}" for key, text in choices([*flags, *given]).items() if key not in known]
+        for selecting in (chosen, []):  # without what the flags select, if together they make no sense
+            with contextlib.suppress(InputError):  # another word is wrong too, which is said once the flags are gone
+                run = run or schema([*plain, *selecting])
+    found = [(name, _answer(name, value, run)) for name, value in flags]
+    problems = [_sentence(name, answered, len(flags) > 1) for name, answered in found]
+    answers = [answered for _, answered in found]
+    if run is not None:
+        for name, text in given:
+            if run.covering(slashed(name)) is None:
+                problem = run.unknown(slashed(name), text)
+                problems.append(f"{problem[:1].upper()}{problem[1:]}" + ("" if problem.endswith("?") else "."))
+                answers.append(run.answer(name, text))
+    if written := together([answered for answered in answers if answered]):
+        problems.append(f"Together: {written}")
+    begin = "These are not Bessemer flags. " if len(flags) > 1 else ""
+    raise InputError(begin + " ".join(problems))
+
+
+def _parted(words: Sequence[str]) -> tuple[list[tuple[str, str]], list[str]]:
+    """Return the flags, each with its value, and the other words."""
+    flags, plain, rest = [], [], list(words)
+    while rest:
+        word = rest.pop(0)
+        if not word.startswith("-") or word == "-":
+            plain.append(word)
+            continue
+        name, equals, value = word.partition("=")
+        if not equals and rest and _is_value(rest[0]):
+            value = rest.pop(0)
+        flags.append((name, value or VALUE))
+    return flags, plain
+
+
+def _answer(name: str, value: str, run: Schema | None) -> Answer | None:
     key = name.lstrip("-").replace("-", "_")
     if run is not None and key in run:
-        return f"'{name}' is a setting, and settings have no dashes: write {key}={value}."
-    instead = run.instead(name, value) if run is not None else answer(name, value)
-    if instead is None:
+        return Answer((f"{key}={value}",))
+    return answer(name, value) if run is None else run.answer(name, value)
+
+
+def _sentence(name: str, answered: Answer | None, among_others: bool) -> str:
+    if among_others:
+        return f"{name}: {answered or 'unknown'}."
+    if answered is None:
         return f"unknown flag '{name}'. Settings are written key=value, without dashes; see --help."
-    return f"'{name}' is not a Bessemer flag: {instead}."
+    if answered.words[:1] and answered.words[0].partition("=")[0] == name.lstrip("-").replace("-", "_"):
+        return f"'{name}' is a setting, and settings have no dashes: {answered}."
+    return f"'{name}' is not a Bessemer flag: {answered}."
 
 
 def _is_value(word: str) -> bool:

@@ -7,9 +7,11 @@ recipe). An answer consists of complete `key=value` words, so that a test can re
 from __future__ import annotations
 
 import json
+import re
 import shlex
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, NamedTuple
 
 VALUE = "VALUE"  # stands for a value that was not given
@@ -59,15 +61,20 @@ class Alias:
 
 
 class Answer(NamedTuple):
-    """Complete settings to write instead, and a sentence or "". selects: a word selects the part of another word."""
+    """Complete settings to write instead, and a sentence or "". selects: a word selects the part of another word.
+    missing: how to select the part whose settings they are, if the run lacks it. typed: the value is as it was given,
+    not one that stands for it."""
 
     words: tuple[str, ...]
     note: str = ""
     selects: bool = False
+    missing: str = ""
+    typed: bool = True
 
     def __str__(self) -> str:
         write = f"write {shlex.join(self.words)}" if self.words else ""
-        return ". ".join(part for part in (write, self.note.removesuffix(".")) if part)
+        text = ". ".join(part for part in (write, self.note.removesuffix(".")) if part)
+        return f"{text}; it {self.missing}" if self.missing else text
 
 
 def _as_list(value: str) -> str:
@@ -97,6 +104,22 @@ def _number(value: str) -> float | None:
 def _listed(value: str) -> str | None:
     """Answer only for values that `values` lists."""
     return value if value == VALUE else None
+
+
+_FOLDERS = ("data/", "datasets/", "runs/", "out/", "output/", "outputs/", "model/", "models/", "checkpoints/")
+_FILES = (".jsonl", ".json", ".txt", ".parquet", ".csv", ".gz", ".zst", ".xz", ".safetensors")
+
+
+def on_hub(value: str) -> str | None:
+    """Return hf:OWNER/NAME for OWNER/NAME, as other programs name what is on the Hugging Face hub; None for the path of
+    anything here, and for all other words."""
+    named = re.fullmatch(r"\w[\w-]*/\w[\w.-]*", value) is not None and not value.startswith(_FOLDERS)
+    is_file = value.endswith(_FILES)
+    return f"hf:{value}" if named and not is_file and not Path(value).parent.exists() else None
+
+
+def _on_hub(value: str) -> str:
+    return on_hub(value) or value
 
 
 def _switch(names: str, on: str, off: str, note: str = "") -> Alias:
@@ -310,7 +333,18 @@ _TABLE: list[Alias] = [
         convert=_listed,
     ),
     Alias("torch_compile compile compile.enable", note="The step is always compiled; there is nothing to switch on"),
+    Alias(
+        "attn_implementation flash_attn use_flash_attention_2 use_liger_kernel tf32",
+        note="Kernels are chosen for the hardware, and the first lines of a run name them",
+    ),
+    Alias("trust_remote_code", note="No code that comes with a model is run: its family is one of `bessemer import`"),
     # reporting, validation, checkpoints
+    Alias("logging_strategy", note="logging.report_interval=N writes a row every N steps"),
+    Alias("save_strategy", note="logging.checkpoint_interval=N saves every N steps"),
+    Alias(
+        "push_to_hub hub_model_id",
+        note="Nothing is uploaded: `bessemer export RUN OUT` writes a folder that transformers loads",
+    ),
     Alias("logging_steps log_interval log_period log_freq log_every", "logging.report_interval", convert=_count),
     Alias(
         "eval_every eval_interval steps_per_eval validation.freq",
@@ -370,9 +404,15 @@ _TABLE: list[Alias] = [
     ),
     # data, start, seed
     Alias(
-        "data dataset datasets dataset_name dataset_path data_path data_dir data_root_path train_file train_data",
+        "data dataset datasets dataset_path data_path data_dir data_root_path train_file train_data",
         "training.dataset",
         "It takes a file, a glob, a prepared directory or the name of a registered dataset",
+    ),
+    Alias(
+        "dataset_name",
+        "training.dataset",
+        "It takes a file, a glob, a prepared directory, hf:OWNER/NAME or the name of a registered dataset",
+        convert=_on_hub,
     ),
     Alias("dataset_text_field", "data.text_key"),
     Alias("dataset_num_proc", "data.workers"),
@@ -380,8 +420,13 @@ _TABLE: list[Alias] = [
     Alias("tokenizer tokenizer_path tokenizer_name", "data.tokenizer"),
     Alias("model", "init", "Settings of the model's shape are in the section model, as in model.depth"),
     Alias(
-        "model_name model_id model_name_or_path pretrained_model_name_or_path param_path initialize_from "
-        "initialize_from_hf initial_load_path load_parameters_path load_from",
+        "model_name model_id model_name_or_path pretrained_model_name_or_path initialize_from_hf",
+        "init",
+        "It takes a run, a checkpoint, a Hugging Face folder or hf:OWNER/NAME and loads the weights only",
+        convert=_on_hub,
+    ),
+    Alias(
+        "param_path initialize_from initial_load_path load_parameters_path load_from",
         "init",
         "It takes a run, a checkpoint or a Hugging Face folder and loads the weights only",
     ),
@@ -394,7 +439,7 @@ _TABLE: list[Alias] = [
     Alias("train_type", "objective"),
     Alias("seed random_seed data_seed data_shuffle_seed init_weights_seed", "seed"),
     # devices
-    Alias("nprocs parallel_mode", note=_MESH),
+    Alias("nprocs parallel_mode deepspeed fsdp_config", note=_MESH),
     Alias("fsdp", "topology.fsdp", _MESH, values={"true": "-1", "full_shard": "-1", "value": "-1"}),
     Alias("data_parallel_replicate_degree ici_data_parallelism", "topology.data"),
     Alias("data_parallel_shard_degree ici_fsdp_parallelism", "topology.fsdp"),
@@ -456,9 +501,11 @@ _TABLE: list[Alias] = [
         values={"group": "true", "none": "false", "true": "true", "false": "false"},
         convert=_listed,
     ),
+    Alias("use_vllm vllm_mode", note="Completions are sampled by the trainer itself, on the devices that train"),
     Alias("num_ppo_epochs", "grpo.num_iterations"),
     Alias("num_mini_batches", "grpo.mini_batches"),
-    Alias("teacher teacher_model_name_or_path", "distill.teacher", select="objective=distill"),
+    Alias("teacher", "distill.teacher", select="objective=distill"),
+    Alias("teacher_model_name_or_path", "distill.teacher", select="objective=distill", convert=_on_hub),
 ]
 ALIASES: dict[str, Alias] = {name: alias for alias in _TABLE for name in alias.names.split()}
 
@@ -488,7 +535,38 @@ def answer(name: str, value: Any = VALUE, has: Callable[[str], bool] | None = No
     words = _words(alias, setting or next(iter(choices), ""), text or VALUE)
     if words and lacks and alias.select:
         words = (*words, alias.select)
-    return Answer(words, alias.note, len(words) > 1) if words or alias.note else None
+    typed = _normal(text) not in alias.values
+    return Answer(words, alias.note, len(words) > 1, typed=typed) if words or alias.note else None
+
+
+def together(answers: Sequence[Answer]) -> str:
+    """Return the settings of several answers as words for a shell, or "" for fewer than two answers with settings.
+
+    Of two values the one that was typed (`--lora_r 32`) wins over one that a word stands for (`--use_peft`), and both
+    over one that an answer adds to its own setting (`--fp8-recipe`: the precision); then the last one.
+    """
+    usable = [found for found in answers if found.words and not found.missing]
+    best: dict[str, tuple[int, str]] = {}
+    for found in usable:
+        for number, word in enumerate(found.words):
+            key, rank = word.partition("=")[0], (0 if number else 1 + found.typed)
+            if key not in best or rank >= best[key][0]:
+                best[key] = rank, word
+    return shlex.join(word for _, word in best.values()) if len(usable) > 1 else ""
+
+
+def choices(names: Iterable[tuple[str, Any]]) -> dict[str, str]:
+    """Return setting → value for foreign (name, value) pairs, as if every part were selected.
+
+    These select parts: what `--lr` is answered with depends on `--optim`, wherever that stands.
+    """
+    found: dict[str, str] = {}
+    for name, value in names:
+        answered = answer(name, value, lambda key: True)
+        for word in answered.words if answered else ():
+            key, _, text = word.partition("=")
+            found.setdefault(key, text)
+    return found
 
 
 def _words(alias: Alias, setting: str, text: str) -> tuple[str, ...]:

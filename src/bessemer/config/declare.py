@@ -145,12 +145,18 @@ class Schema:
     def __contains__(self, key: str) -> bool:
         return aliases.current_name(slashed(key)) in self.settings
 
+    def covering(self, key: str) -> str | None:
+        """Return the setting at `key` or above it: a mapping below a setting is part of its value."""
+        names = aliases.current_name(key).split("/")
+        paths = ("/".join(names[:depth]) for depth in range(1, len(names) + 1))
+        return next((path for path in paths if path in self.settings), None)
+
     def is_section(self, key: str) -> bool:
         return any(known.startswith(key + "/") for known in self.settings)
 
     def unknown(self, key: str, value: Any = aliases.VALUE) -> str:
-        """Return the error for a `key` that is not a setting, with what to write instead if that is known. Only a
-        misspelling close in both section and name gets a suggestion."""
+        """Return the error for a `key` that is not a setting, with what to write instead if that is known. A suggestion
+        is close in both section and name, or its name alone leaves no doubt."""
         message = f"unknown setting '{dotted(key)}'"
         because = self.explain(key) if self.explain else None
         if because:
@@ -161,10 +167,21 @@ class Schema:
         if self.is_section(key):
             return f"'{dotted(key)}' is a section, not a setting: write {dotted(key)}.NAME=value"
         close = self._nearest(key)
-        return f"{message}; did you mean '{dotted(close)}'?" if close else message
+        if close:
+            return f"{message}; did you mean '{dotted(close)}'?"
+        section, _, name = key.rpartition("/")
+        elsewhere = [dotted(known) for known in sorted(self.settings) if section and known.split("/")[1:] == [name]]
+        if self.is_section(section) and 0 < len(elsewhere) <= 3:
+            return f"{message}; that name is in another section: {', '.join(elsewhere)}"
+        return message
 
     def instead(self, name: str, value: Any = aliases.VALUE) -> str | None:
         """Return what to write for another system's `name`: `write optimization.lr=0.001`, or None."""
+        found = self.answer(name, value)
+        return None if found is None else str(found)
+
+    def answer(self, name: str, value: Any = aliases.VALUE) -> aliases.Answer | None:
+        """Return the settings to write for another system's `name`, or None."""
         found = aliases.answer(name, value, self.__contains__)
         if found is None:
             return None
@@ -172,14 +189,16 @@ class Schema:
         because = [self.explain(key) if self.explain else None for key in lacking]
         if None in because:
             return None  # a schema of somebody's own, without our settings
-        return str(found) if found.selects or not lacking else f"{found}; it {because[0]}"
+        return found if found.selects or not lacking else found._replace(missing=because[0] or "")
 
     def _nearest(self, key: str) -> str | None:
         """Return the setting that `key` misspells, or None."""
         *section, name = key.split("/")
         if not section:
             same = [known for known in self.settings if known.split("/")[1:] == [name]]
-            return same[0] if len(same) == 1 else nearest(key, [k for k in self.settings if "/" not in k])
+            if len(same) == 1:
+                return same[0]
+            return self._elsewhere(name) or nearest(key, [k for k in self.settings if "/" not in k])
         near = [
             known
             for known in self.settings
@@ -193,7 +212,18 @@ class Schema:
             if len(same) == 1:
                 return same[0]
         found = nearest(name, list(names), 0.75)
-        return names[found] if found else None
+        return names[found] if found else self._elsewhere(name)
+
+    def _elsewhere(self, name: str) -> str | None:
+        """Return the only setting that `name` can mean in any section: lora_rank, blocksize, chekpoint_interval."""
+        joined = [known for known in self.settings if "/" in known and known.replace("/", "_") == name]
+        if joined or len(name) < 8:
+            return joined[0] if len(joined) == 1 else None
+        words: dict[str, list[str]] = {}
+        for known in self.settings:
+            words.setdefault(known.split("/")[-1].replace("_", ""), []).append(known)
+        close = nearest(name.replace("_", ""), list(words), 0.9)
+        return words[close][0] if close and len(words[close]) == 1 else None
 
     def json_schema(self) -> dict[str, Any]:
         """Return the JSON Schema (draft 2020-12) of a recipe with these settings, for editors that check and complete

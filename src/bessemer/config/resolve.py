@@ -11,7 +11,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, TypeVar
 
-from bessemer.config.aliases import current_name
+from bessemer.config.aliases import choices, current_name, together
 from bessemer.config.declare import Schema, Setting, declared, dotted, slashed
 from bessemer.config.recipes import (
     COMMAND_LINE,
@@ -175,7 +175,7 @@ def load_saved(path: str | Path, schema_of: SchemaOf, overrides: Overrides = ())
 def _build(schema_of: SchemaOf, layers: list[Layer], allow_open: bool = False) -> Config:
     schema = schema_of(raw_values(layers))
     layers, notes = _without_replaced(schema_of, schema, layers)
-    givers = _givers(schema, layers)
+    givers = _givers(schema_of, schema, layers)
     given = _resolve_values(schema, layers, [schema[key] for key in schema.settings if key not in givers])
     values: dict[str, Any] = {}
     provenance: dict[str, Origin] = {}
@@ -204,12 +204,12 @@ def _without_replaced(schema_of: SchemaOf, schema: Schema, layers: list[Layer]) 
     kept, notes = [], []
     for number, layer in enumerate(layers, 1):
         leaves = {"/".join(path): value for path, value in flatten(layer.tree, layer.origin)}
-        strange = [key for key in leaves if _setting_of(schema, tuple(key.split("/"))) is None]
+        strange = [key for key in leaves if schema.covering(key) is None]
         gone: list[str] = []
         if strange and number < len(layers):
             with contextlib.suppress(InputError):  # a layer that is wrong by itself is refused as a whole
                 then = schema_of(raw_values(layers[:number]))
-                gone = [key for key in strange if _setting_of(then, tuple(key.split("/"))) is not None]
+                gone = [key for key in strange if then.covering(key) is not None]
         if gone:
             names = ", ".join(map(dotted, gone))
             notes.append(f"{layer.origin}: {names} left out, because another part was selected")
@@ -219,28 +219,37 @@ def _without_replaced(schema_of: SchemaOf, schema: Schema, layers: list[Layer]) 
     return kept, notes
 
 
-def _givers(schema: Schema, layers: list[Layer]) -> dict[str, Layer]:
+def _givers(schema_of: SchemaOf, schema: Schema, layers: list[Layer]) -> dict[str, Layer]:
     """Return key → the last layer that sets it; one InputError names all keys that are not settings."""
     found: dict[str, Layer] = {}
-    unknown: list[str] = []
+    unknown: list[tuple[str, Any, Layer]] = []
     for layer in layers:
         for path, value in flatten(layer.tree, layer.origin):
-            key = _setting_of(schema, path)
             whole = "/".join(path)
+            key = schema.covering(whole)
             if key is not None:
                 found[key] = layer
             elif value not in (None, {}) or not schema.is_section(whole):
-                place = f" (in {layer.origin})" if layer is not layers[-1] else ""
-                unknown.append(schema.unknown(whole, layer.texts.get(whole, value)) + place)
+                unknown.append((whole, layer.texts.get(whole, value), layer))
     if unknown:
-        raise InputError("; ".join(dict.fromkeys(unknown)))
+        raise InputError(_about_unknown(schema_of, schema, layers, unknown))
     return found
 
 
-def _setting_of(schema: Schema, path: tuple[str, ...]) -> str | None:
-    """Return the setting at `path` or above it: a mapping below a setting is part of its value."""
-    prefixes = ("/".join(path[:depth]) for depth in range(1, len(path) + 1))
-    return next((key for key in prefixes if key in schema.settings), None)
+def _about_unknown(
+    schema_of: SchemaOf, schema: Schema, layers: list[Layer], unknown: list[tuple[str, Any, Layer]]
+) -> str:
+    """Return what to write instead of all unknown (key, value, layer)."""
+    chosen = {slashed(key): value for key, value in choices((key, value) for key, value, _ in unknown).items()}
+    with contextlib.suppress(InputError):  # `optim=lion` selects the optimizer whose rate `lr=1e-4` then is
+        schema = schema_of({**raw_values(layers[:-1]), **chosen, **raw_values(layers[-1:])})
+    problems = [
+        schema.unknown(key, value) + (f" (in {layer.origin})" if layer is not layers[-1] else "")
+        for key, value, layer in unknown
+    ]
+    answers = [found for key, value, _ in unknown if (found := schema.answer(key, value))]
+    written = together(answers)
+    return "; ".join(dict.fromkeys(problems)) + (f". Together: {written}" if written else "")
 
 
 def _resolve_values(schema: Schema, layers: list[Layer], defaults: Iterable[Setting]) -> dict[str, Any]:
@@ -249,7 +258,7 @@ def _resolve_values(schema: Schema, layers: list[Layer], defaults: Iterable[Sett
     known = _nested((setting.key, escape(plain(setting.default))) for setting in usable)
 
     def is_mapping(key: str) -> bool:
-        setting = _setting_of(schema, tuple(key.split("/")))
+        setting = schema.covering(key)
         return setting is None or takes_mapping(schema[setting].type)
 
     layers = [Layer(DEFAULT, known), *layers]

@@ -7,6 +7,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+from bessemer.config.aliases import on_hub
 from bessemer.config.recipes import read_yaml
 from bessemer.errors import InputError, did_you_mean
 from bessemer.job.directory import RunDirectory
@@ -49,6 +50,11 @@ def find_run(name_or_path: str | Path, runs_root: str | Path = "runs", *, trust:
     names = list_runs(root)
     hint = did_you_mean(Path(text).name, names)
     known = f" Runs there: {', '.join(names[:10])}{' …' if len(names) > 10 else ''}." if names else ""
+    if hub := on_hub(text):
+        hint = (
+            f" A model of the Hugging Face hub is named {hub} where a run starts from it (init); to use it as it is, "
+            f"make it a run with: bessemer import {hub} {root / Path(text).name}."
+        )
     tried = " and ".join(str(candidate) for candidate in candidates)
     raise InputError(f"no run '{text}' (looked at {tried}).{hint}{known} `--runs DIR` says where runs are.")
 

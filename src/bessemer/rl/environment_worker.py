@@ -19,6 +19,7 @@ from bessemer.data.tokenize.tool_calls import ToolCall
 from bessemer.errors import BessemerError
 from bessemer.registry import environments, import_plugin
 from bessemer.rl.environments.base import Completion, Environment
+from bessemer.user_code import line_of
 
 Message = dict[str, Any]
 RESERVED = {"turns", "failures", "timeouts", "errors", "retries"}
@@ -110,7 +111,10 @@ def content(value: Any, what: str) -> Any:
 
 
 def _described(error: Exception) -> str:
-    return str(error) if isinstance(error, BessemerError) else f"{type(error).__name__}: {error}"
+    if isinstance(error, BessemerError):
+        return str(error)
+    line, _ = line_of(error)
+    return f"{type(error).__name__}: {error}{f' ({line})' if line else ''}"
 
 
 def lines(file: Any) -> Iterator[str]:

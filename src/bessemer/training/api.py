@@ -12,6 +12,7 @@ from bessemer.generate import LoadedModel, SamplingOptions, load_model, sample
 from bessemer.job import RunDirectory, find_run
 from bessemer.report.metrics import MetricsFile
 from bessemer.training import launch
+from bessemer.user_code import refuse_while_importing
 
 PARTS = ("model", "model_state", "dataset_train", "dataset_eval", "data_collator", "tokenizer", "callbacks")
 
@@ -96,6 +97,7 @@ def resume(
 
     change: settings may make it another run from here on, such as a longer one; that is recorded as a branch point.
     """
+    refuse_while_importing()
     parts = take_parts(settings)
     if (
         step is not None

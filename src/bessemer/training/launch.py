@@ -43,6 +43,7 @@ from bessemer.training.setup.init_recipe import trained_first
 from bessemer.training.setup.initial_weights import INIT, find_start, inherit_settings
 from bessemer.training.setup.schema import DATASET, schema_of, styled, usual_style, with_found_paths, with_full_paths
 from bessemer.training.trainer import BaseTrainer
+from bessemer.user_code import refuse_while_importing
 
 PERMISSION = "training/allow_data_change"
 DATA = (PERMISSION, "training/dataset", "data/")
@@ -59,6 +60,7 @@ def build_trainer(
     **parts: Any,
 ) -> BaseTrainer:
     """Return the trainer of a new run. Raise InputError for whatever is wrong with it, before anything is written."""
+    refuse_while_importing()
     if name is not None:
         check_run_name(name)
 

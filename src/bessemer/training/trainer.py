@@ -53,6 +53,7 @@ from bessemer.training.setup.model import ModelParts, allocate, build_model, flo
 from bessemer.training.setup.plan import RunPlan, StepHooks
 from bessemer.training.state import LoopState, RunState, TrainState
 from bessemer.training.step import Batch, Meta
+from bessemer.user_code import refuse_while_importing
 
 C = TypeVar("C", bound=BaseTrainerConfig)
 M = TypeVar("M", bound=nn.Module)
@@ -99,6 +100,7 @@ class BaseTrainer(RestoreableJob[C], Generic[C, M]):
         arguments: Mapping[str, Any] | None = None,
     ):
         assert spec.topology is not None, "the spec has no topology: use ExecutionSpec.local(root, name=...)"
+        refuse_while_importing()
         super().__init__(spec)
         self.config = schema.config_for(type(self), arguments, spec.root)
         if dataset_train is None:

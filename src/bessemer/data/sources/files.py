@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path, PurePath
 from typing import Any, BinaryIO, cast
 
+from bessemer.config.aliases import on_hub
 from bessemer.errors import InputError, nearest
 from bessemer.storage import remote
 from bessemer.storage.checksums import json_digest
@@ -178,6 +179,8 @@ def _expand(name: str) -> list[Path]:
     siblings = [p.name for p in path.parent.iterdir()] if path.parent.is_dir() else []
     close = nearest(path.name, siblings)
     hint = f" Did you mean '{path.parent / close}'?" if close else ""
+    if not close and (hub := on_hub(name)):
+        hint = f" A dataset of the Hugging Face hub is named {hub}."
     # an older run, whose configuration has no full path, may be resumed from another directory
     where = "" if path.is_absolute() else f" below {Path.cwd()}"
     raise InputError(f"'{name}' does not exist{where}.{hint}")

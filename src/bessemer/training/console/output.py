@@ -7,6 +7,7 @@ import dataclasses
 import json
 import re
 import shlex
+import sys
 import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -17,12 +18,13 @@ import jax
 import numpy as np
 from rich.console import Console
 
-from bessemer.config import Config
+from bessemer.config import Config, dotted
 from bessemer.config.bounded import read_json
 from bessemer.config.values import plain
 from bessemer.console import compact, duration, fit, markdown_table, shown, wrapped
 from bessemer.data import show_progress
-from bessemer.errors import InputError, printable, runnable
+from bessemer.data.stores.catalog import is_code
+from bessemer.errors import InputError, printable, runnable, this_python
 from bessemer.generate.base import MergedArrays, read_record
 from bessemer.generate.load import base_arrays
 from bessemer.interop.config import TreeArrays
@@ -32,7 +34,7 @@ from bessemer.job.trust import mark_origin
 from bessemer.models.llama import Llama
 from bessemer.models.lora import merge_adapters
 from bessemer.models.protocol import Decoding, ValueModel
-from bessemer.registry import objectives
+from bessemer.registry import SELECTORS, datasets, models, objectives
 from bessemer.report import baselines, write_report
 from bessemer.report.metrics import MetricsFile
 from bessemer.report.summary import too_small, training_seconds
@@ -51,7 +53,8 @@ from bessemer.training.state import TrainState
 BAR = "  | "
 SAMPLE_LINES = 8
 WATCH = "  bessemer dash                              # all runs in a browser"
-OWN_TEXT = "  bessemer train training.dataset=my.txt     # the same on your own text"
+OWN_TEXT = "  bessemer train {}training.dataset=my.txt     # the same on your own text"
+DEFAULT_RECIPE = "quickstart"
 TEACH = "  bessemer train sft init={} training.dataset=chats.jsonl"
 
 
@@ -83,17 +86,74 @@ def closing_lines(path: str, commands: Iterable[str], curves: str = "") -> list[
 
 
 def next_commands(plan: RunPlan, samples: list[dict[str, Any]], path: str) -> list[str]:
+    """Return commands that work on this run. None of them imports code of the user's (generate/load.py), so a model of
+    their own is used from Python."""
+    model, given = plan.model.model, plan.context.given
+    writes = plan.model.tokenizer is not None and isinstance(model, Decoding)
+    names = last_names(plan)
+    has_data = given.dataset_train is None and not any(map(names_own_code, names))
+    report = f"  bessemer report {path} --html"
+    if given.model is not None or is_own(model):
+        has_data = given.dataset_train is None and not any(map(is_code, names))  # a registered one is imported too
+        usable = from_python(model, path, writes, has_data) if given.model is None else []
+        return [*usable, report, WATCH, *([same_on_own_text(plan)] if plan.context.has_recipe_data else [])]
+    if isinstance(model, ValueModel) or (trains_chat(plan) and not writes):  # a reward model writes no text
+        return [report, WATCH]
     if trains_chat(plan):
         return [f"  bessemer chat {path}", f"  bessemer serve {path}", WATCH]
-    if isinstance(plan.model.model, ValueModel):  # a reward model writes no text
-        return [f"  bessemer report {path} --html", WATCH]
-    can_sample = plan.model.tokenizer is not None and isinstance(plan.model.model, Decoding)
+    teach = [f"{TEACH.format(path)}     # teach it to answer"] if writes else []
     return [
-        *([f"  bessemer sample {path} --prompt {shlex.quote(prompt_to_try(samples))}"] if can_sample else []),
-        f"  bessemer eval {path} --tasks bpb",
+        *([f"  bessemer sample {path} --prompt {shlex.quote(prompt_to_try(samples))}"] if writes else []),
+        f"  bessemer eval {path} --tasks bpb" if has_data else report,
         WATCH,
-        OWN_TEXT if plan.context.has_recipe_data else f"{TEACH.format(path)}     # teach it to answer",
+        *([same_on_own_text(plan)] if plan.context.has_recipe_data else teach),
     ]
+
+
+def is_own(part: Any) -> bool:
+    """Return whether the class of a part is not one of Bessemer's."""
+    return type(part).__module__.partition(".")[0] != "bessemer"
+
+
+def names_own_code(dataset: str) -> bool:
+    """Return whether the name of a dataset stands for code of the user's, which an evaluation never imports."""
+    if dataset in datasets:
+        function = datasets.get(dataset)
+        return str(getattr(function, "__module__", "")).partition(".")[0] != "bessemer"
+    return is_code(dataset)
+
+
+def last_names(plan: RunPlan) -> list[str]:
+    """Return the names of the last stage's datasets."""
+    return [sampling.name for sampling in plan.context.settings.datasets[-1]] if plan.context.settings.datasets else []
+
+
+def from_python(model: Any, path: str, writes: bool, has_data: bool) -> list[str]:
+    """Return a line for Python that uses a registered model of the user's; none if it would not find the model."""
+    name = next((entry.name for entry in models if entry.value is type(model)), None)
+    file = getattr(sys.modules.get(type(model).__module__), "__file__", None)
+    if name is None or file is None or not (writes or has_data):
+        return []
+    place, call = Path(file).resolve(), "sample('def ')" if writes else "evaluate(['bpb'])"
+    before = "" if place.parent == Path.cwd().resolve() else f"PYTHONPATH={shlex.quote(shown(place.parent))} "
+    code = f"import {place.stem}, bessemer as bm; print(bm.Run({shlex.split(path)[0]!r}).{call})"
+    return [f"  {before}{this_python()} -c {shlex.quote(code)}"] if place.stem.isidentifier() else []
+
+
+def same_on_own_text(plan: RunPlan) -> str:
+    """Return the command that trains the same recipe, with the same parts, on other text."""
+    config = plan.context.config
+    recipe = config.provenance["training/dataset"].detail
+    asked = config.asked("plugins", "job", *(key for key in SELECTORS if key in config))
+    values = {dotted(key): plain(config[key]) for key in dict.fromkeys(asked)}
+    if "plugins" in values:
+        values["plugins"] = [shown(word) for word in values["plugins"]]
+    texts = {
+        key: f"[{','.join(map(str, value))}]" if isinstance(value, list) else value for key, value in values.items()
+    }
+    begin = [] if recipe == DEFAULT_RECIPE and not texts else [recipe]
+    given = shlex.join([*begin, *(f"{key}={value}" for key, value in texts.items())])
+    return OWN_TEXT.format(f"{given} " if given else "")
 
 
 def reward_line(rows: list[dict[str, Any]]) -> list[str]:

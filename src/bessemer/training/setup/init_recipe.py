@@ -13,9 +13,13 @@ from typing import Any
 from bessemer.config import Config, Origin, OriginKind, dotted, resolve
 from bessemer.config.recipes import Layer, override_layer, saved_tree
 from bessemer.config.values import plain
+from bessemer.data.sources.hub import is_hub_dataset
+from bessemer.data.stores.catalog import find_source, is_code, store_directory
 from bessemer.errors import InputError, Stopped
 from bessemer.generate.load import FAMILY, flat
 from bessemer.job import RunDirectory
+from bessemer.registry import datasets
+from bessemer.storage.remote import is_remote
 from bessemer.topology import broadcast, process_index
 from bessemer.training.setup.initial_weights import INIT, TEACHER, Resolve, inherited
 from bessemer.training.setup.schema import schema_of, with_full_paths
@@ -52,6 +56,7 @@ def _train_first(config: Config, key: str, root: str | Path, train: TrainBase) -
     passed = {key: config[key] for key in config.given() if key.startswith(PASSED)}
     state = broadcast(f"the run of {init}", lambda: state_of(directory, recipe))
     if state != "done":
+        check_files(config)
         word = "continued" if state == "started" else "trained"
         what = "teacher" if key == TEACHER else "init"
         say(f"{what:<10} {init} is {word} first, once: {directory.path}")
@@ -70,6 +75,17 @@ def _train_first(config: Config, key: str, root: str | Path, train: TrainBase) -
             ) from None
         say(f"{what:<10} {init} is done; now the run itself")
     return directory.path
+
+
+def check_files(config: Config) -> None:
+    """Raise InputError if a file that the caller names as data is missing: not after the minutes of another run."""
+    if not config.asked("training/dataset"):
+        return
+    for sampling in (sampling for mixture in config["training/dataset"] for sampling in mixture):
+        name = sampling.name
+        is_elsewhere = is_hub_dataset(name) or is_remote(name) or name in datasets or is_code(name)
+        if not is_elsewhere and store_directory(sampling) is None:
+            find_source(name)
 
 
 def check_circle(recipe: str, seen: tuple[str, ...] = ()) -> None:

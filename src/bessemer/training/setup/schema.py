@@ -27,7 +27,7 @@ from bessemer.training.callbacks.base import Callback
 from bessemer.training.context import Notes, RunContext
 from bessemer.training.settings import GuardSettings, LoggingSettings
 from bessemer.training.setup.initial_weights import has_inherited, inherit_settings
-from bessemer.user_code import located
+from bessemer.user_code import GUARD, located, unguarded_line
 
 DEFAULT_JOB = "BaseTrainer"
 
@@ -122,6 +122,11 @@ def record_class(config: Config, cls: TrainerClass) -> None:
     file, name = getattr(module, "__file__", None), module.__name__
     if file is not None and not own.__module__.startswith("bessemer."):
         why = "the file of the trainer's class"
+        if own.__module__ == "__main__" and (line := unguarded_line(Path(file).resolve())) is not None:
+            config.notes.append(
+                f"{Path(file).name} line {line} starts this run, and `bessemer resume` imports that file for its "
+                f"classes: put what starts a run under {GUARD}"
+            )
         config.set("plugins", [*config["plugins"], str(Path(file).resolve())], why)
         name = Path(file).stem
     config.set("job", f"{name}:{own.__qualname__}", "the trainer's class")
