@@ -33,6 +33,7 @@ from bessemer.models.lora import for_rows
 from bessemer.models.protocol import Rewinding
 
 DRAFT, NGRAM = 4, 3
+WITHOUT = "Set generate.speculate=none, or leave --speculate out"
 
 
 @dataclass(frozen=True)
@@ -62,17 +63,19 @@ class Speculation:
         if not isinstance(model, Rewinding):
             raise InputError(
                 f"generate.speculate=ngram needs a model whose cache can take tokens back (`rewind`, "
-                f"docs/extending.md), and {type(model).__name__} has none. Set generate.speculate=none."
+                f"docs/extending.md), and {type(model).__name__} has none. {WITHOUT}."
             )
         if not model.most_rewound:
             raise InputError(
                 f"generate.speculate=ngram needs a cache that can take tokens back, and {type(model).__name__} has "
-                "recurrent layers, whose state cannot. Set generate.speculate=none."
+                f"recurrent layers, whose state cannot. {WITHOUT}."
             )
         if self.width > model.most_rewound:
+            most = model.most_rewound - 1
+            remedy = f"Set generate.draft={most} or less (--draft)" if most else WITHOUT
             raise InputError(
                 f"generate.draft is {self.draft}, and the model's shortest attention window holds {model.most_rewound} "
-                f"tokens: a draft and one more must fit. Set generate.draft={max(model.most_rewound - 1, 1)} or less."
+                f"tokens: a draft and one more must fit. {remedy}."
             )
 
 

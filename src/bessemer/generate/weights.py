@@ -7,7 +7,7 @@ experts, and the frozen ones beneath adapters. Embeddings, head, norms and route
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -29,11 +29,7 @@ class Quantizer:
     """
 
     def __init__(self, model: Any, kind: str):
-        if not isinstance(model, Adaptable):
-            raise InputError(
-                f"generate.weights={kind} needs a model that multiplies by its matrices through the package, as gpt "
-                f"and llama do; {type(model).__name__} is not one. Set generate.weights=auto."
-            )
+        check_family(model, kind)
         self.model, self.kind = model, kind
         self._program = CompiledTogether(
             jax.jit(functools.partial(_quantized, SAMPLING_KINDS[kind])), f"the {kind} weights"
@@ -75,20 +71,49 @@ class Quantizer:
     def _matrices(self, params: Any) -> tuple[list[Any], Any, list[int]]:
         """Return all leaves (nodes of one matrix are leaves), the tree's form, and which leaves to quantize."""
         named, form = jax.tree_util.tree_flatten_with_path(params, is_leaf=is_node)
-        groups = self.model.projected_groups
         places = [
             n
             for n, (path, leaf) in enumerate(named)
-            if not isinstance(_bare(leaf), Quantized)
-            and len(leaf.shape) > 1
-            and self.model.group_of(tuple(str(getattr(key, "key", key)) for key in path)) in groups
+            if not isinstance(_bare(leaf), Quantized) and _takes_part(self.model, path, leaf)
         ]
         if not places:
-            raise InputError(
-                f"generate.weights={self.kind} has nothing to quantize: the matrices are quantized already "
-                "(lora.quantize). Set generate.weights=auto."
-            )
+            raise InputError(f"generate.weights={self.kind} {NOTHING_LEFT}.")
         return [leaf for _, leaf in named], form, places
+
+
+WITHOUT = "Set generate.weights=auto, or leave --weights out"
+NOTHING_LEFT = f"has nothing to quantize: the matrices are quantized already (lora.quantize). {WITHOUT}"
+
+
+def check_weights(model: Any, kind: str, params: Any, quantized: Collection[tuple[str, ...]]) -> None:
+    """Raise InputError if `generate.weights` has nothing to quantize, before there are arrays. kind: auto or a kind.
+
+    params: the shapes of the parameters; quantized: paths of those that rest quantized.
+    """
+    if kind == "auto":
+        return
+    check_family(model, kind)
+    named = jax.tree_util.tree_leaves_with_path(params)
+    if not any(_takes_part(model, path, leaf) and _names(path) not in quantized for path, leaf in named):
+        raise InputError(f"generate.weights={kind} {NOTHING_LEFT}.")
+
+
+def check_family(model: Any, kind: str) -> None:
+    """Raise InputError if the model does not multiply by its matrices through the package."""
+    if not isinstance(model, Adaptable):
+        raise InputError(
+            f"generate.weights={kind} needs a model that multiplies by its matrices through the package, as gpt "
+            f"and llama do; {type(model).__name__} is not one. {WITHOUT}."
+        )
+
+
+def _names(path: Sequence[Any]) -> tuple[str, ...]:
+    return tuple(str(getattr(key, "key", key)) for key in path)
+
+
+def _takes_part(model: Adaptable, path: Sequence[Any], leaf: Any) -> bool:
+    """Whether it is a matrix of a plain product."""
+    return len(leaf.shape) > 1 and model.group_of(_names(path)) in model.projected_groups
 
 
 def _quantized(kind: type[Quantized], matrices: Sequence[Array]) -> list[Quantized]:

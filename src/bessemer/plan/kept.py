@@ -18,6 +18,7 @@ from flax import linen as nn
 from jax.extend.core import Literal, jaxprs_in_params
 
 from bessemer.data.rows.rows import Fields
+from bessemer.losses.further_tokens import PROGRESS
 from bessemer.models.shape import Shape
 from bessemer.models.transformer import Transformer
 from bessemer.training.setup.model import make_apply
@@ -143,6 +144,8 @@ def kept_tensors(state: TrainState, model: nn.Module, fields: Fields, block: int
         state = state.replace(apply_fn=make_apply(model.clone(remat=list(remat))))
     state = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), state)
     batch = {name: jax.ShapeDtypeStruct((rows, *shape), dtype) for name, (shape, dtype) in fields.items()}
+    if state.rules.steps:
+        batch[PROGRESS] = jax.ShapeDtypeStruct((), jnp.float32)
     key = jax.eval_shape(lambda: jax.random.key(0))
 
     def residuals(params: Any, state: Any, batch: Any, key: Any) -> Any:

@@ -99,8 +99,13 @@ def check_packing(settings: GRPOTrainerConfig, policy: SampledSettings, model: o
             "grpo.pack puts a completion anywhere in a row, and grpo.exact=true promises bits that depend on its place "
             "at the row's beginning: use one of them."
         )
-    if not isinstance(model, Transformer) or not model.document_mask:
+    if not isinstance(model, Transformer):
         raise InputError(
             f"grpo.pack needs completions of one row that do not see each other, and {type(model).__name__} has no "
             "document mask (architecture.document_mask): set grpo.pack=false."
+        )
+    if not model.document_mask:
+        raise InputError(
+            "grpo.pack needs completions of one row that do not see each other: set architecture.document_mask=true, "
+            "or grpo.pack=false."
         )

@@ -28,6 +28,7 @@ from bessemer.generate import Engine, Request, Result, Sample, SamplingOptions
 from bessemer.generate.decoder import bucket, end_tokens
 from bessemer.generate.engine import round_of
 from bessemer.generate.sampling import Way, way_of
+from bessemer.generate.weights import check_weights
 from bessemer.losses.exact_scores import exact_scores
 from bessemer.models.moe import APART, EXPERT_IDS, ROUTING
 from bessemer.models.protocol import Decoding
@@ -49,7 +50,7 @@ from bessemer.rl.rollout import (
     spread,
 )
 from bessemer.rl.shaping import OVERLONG, overlong_penalty
-from bessemer.topology import CompiledTogether, Topology, agree, broadcast, forget
+from bessemer.topology import CompiledTogether, Topology, agree, broadcast, forget, unbox
 from bessemer.training.feed import abstract_batch, device_batch, fetch
 from bessemer.training.setup.model import ModelParts
 from bessemer.training.step import used_micro_batches
@@ -60,6 +61,19 @@ ROLLOUT = "rollout"  # the purpose of its seeds
 SCORED = ("advantages", "old_logprobs")  # fields of a row that are made after scoring
 NOTHING: Mapping[str, float] = {}
 CAPACITY_STEP = 64  # a row of the sampler's cache has a multiple of it: the decode kernel's block
+
+
+def check_sampler(settings: GRPOTrainerConfig, parts: ModelParts) -> None:
+    """Raise InputError for a way to sample that the model lacks, before anything is compiled or written."""
+    model: Any = parts.model
+    if not isinstance(model, Decoding):
+        raise InputError(
+            f"objective={settings.objective} samples, and {type(model).__name__} has no `decode` and `init_cache`: "
+            "give it both (docs/extending.md), or train on stored completions with grpo.offline."
+        )
+    if settings.speculation is not None:
+        settings.speculation.check(model)
+    check_weights(model, settings.sampling_weights, unbox(parts.boxed), parts.split.quantized)
 
 
 class Laps:
@@ -139,10 +153,6 @@ class Sampler:
         model: Any = self.parts.model
         tokenizer = self.parts.tokenizer
         assert tokenizer is not None
-        if not isinstance(model, Decoding):
-            raise InputError(
-                f"{type(model).__name__} has no `decode` and `init_cache`, so it cannot sample; see docs/extending.md."
-            )
         ends = (*end_ids(tokenizer), *end_tokens(model, tokenizer))
         longest = self.longest
         return Engine(

@@ -22,6 +22,7 @@ from bessemer.data import Prefetcher
 from bessemer.data.rows.rows import COMPLETIONS, Fields
 from bessemer.errors import InputError
 from bessemer.job import CheckpointManager, Snapshot
+from bessemer.models.moe import recorded_shape
 from bessemer.objectives.grpo import TOKENS, GrpoSettings, SampledSettings
 from bessemer.registry import jobs, objectives
 from bessemer.rl.ahead import AheadOfTraining, check_ahead, check_staleness
@@ -34,7 +35,7 @@ from bessemer.rl.prompts import PromptPlan, StoredPlan, build_prompts, build_sto
 from bessemer.rl.resample import check_resampling
 from bessemer.rl.rewards import Rewards, RewardSpec
 from bessemer.rl.rollout import GRPOTrainerConfig, Rollout, check_rollout, route_rows, routes_fields, row_types
-from bessemer.rl.sampler import Laps, Sampler
+from bessemer.rl.sampler import Laps, Sampler, check_sampler
 from bessemer.rl.shaping import check_penalty
 from bessemer.storage.artifacts import PASS_RATES, ROLLOUT, ROLLOUT_AHEAD
 from bessemer.topology import agree, process_count
@@ -70,6 +71,8 @@ class GRPOTrainer(BaseTrainer[GRPOTrainerConfig, M], Generic[M]):
             check_exact(self.settings, self.policy, self.model_parts, self.topology)
         if self.settings.environment is not None:
             check_environment(self.settings.environment, self.policy)
+        if not self.offline:
+            check_sampler(self.settings, self.model_parts)
         check_packing(self.settings, self.policy, self.model_parts.model)
         check_resampling(self.settings.resample, self.policy)
         check_staleness(self.settings, self.policy)
@@ -87,9 +90,13 @@ class GRPOTrainer(BaseTrainer[GRPOTrainerConfig, M], Generic[M]):
             )
         horizon = functools.partial(plan_horizon, self.context, self.model_parts)
         if self.config.is_set("grpo/router_replay") and self.settings.router_replay and not self.route_fields:
-            self.say(
-                "note: grpo.router_replay has no effect: it is for models with experts that learn from rewards online"
-            )
+            new = not self.run_directory.config.exists()
+            if new and recorded_shape(self.model_parts.model) is None and self.config.asked("grpo/router_replay"):
+                raise InputError(
+                    "grpo.router_replay=true trains with the experts that the sampler chose, and this model has no "
+                    "experts: leave it out."
+                )
+            self.say("note: grpo.router_replay has no effect: it is for models that learn from rewards online")
         if self.route_fields and self.settings.speculation is not None:
             raise InputError(
                 "grpo.router_replay needs the experts of every sampled token, which a pass over a draft does not "
