@@ -7,19 +7,20 @@ experts, and the frozen ones beneath adapters. Embeddings, head, norms and route
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import Any
 
 import jax
+from flax.traverse_util import flatten_dict
 from jax import Array
 
 from bessemer.errors import InputError
 from bessemer.generate.rows import compiled_shapes
 from bessemer.kernels.quantized import SAMPLING_KINDS, Quantized
-from bessemer.models.lora import Adapted, is_node
+from bessemer.models.lora import Adapted, Path, is_node
 from bessemer.models.protocol import Adaptable
-from bessemer.topology import CompiledTogether
+from bessemer.topology import CompiledTogether, unbox
 
 
 class Quantizer:
@@ -72,22 +73,33 @@ class Quantizer:
             leaves[n] = _put(leaves[n], made)
         return jax.tree.unflatten(form, leaves)
 
+    def check(self, boxed: Any, quantized: Collection[Path]) -> None:
+        """Raise InputError if there is nothing to quantize. boxed: the parameters as shapes; quantized: which of them a
+        run keeps in fewer bits already."""
+        flat = flatten_dict(boxed).items()
+        if not any(path not in quantized and self._takes(path, unbox(leaf)) for path, leaf in flat):
+            raise self._nothing()
+
+    def _takes(self, path: Path, leaf: Any) -> bool:
+        return len(leaf.shape) > 1 and self.model.group_of(path) in self.model.projected_groups
+
+    def _nothing(self) -> InputError:
+        return InputError(
+            f"generate.weights={self.kind} has nothing to quantize: the matrices are quantized already "
+            "(lora.quantize). Set generate.weights=auto."
+        )
+
     def _matrices(self, params: Any) -> tuple[list[Any], Any, list[int]]:
         """Return all leaves (nodes of one matrix are leaves), the tree's form, and which leaves to quantize."""
         named, form = jax.tree_util.tree_flatten_with_path(params, is_leaf=is_node)
-        groups = self.model.projected_groups
         places = [
             n
             for n, (path, leaf) in enumerate(named)
             if not isinstance(_bare(leaf), Quantized)
-            and len(leaf.shape) > 1
-            and self.model.group_of(tuple(str(getattr(key, "key", key)) for key in path)) in groups
+            and self._takes(tuple(str(getattr(key, "key", key)) for key in path), leaf)
         ]
         if not places:
-            raise InputError(
-                f"generate.weights={self.kind} has nothing to quantize: the matrices are quantized already "
-                "(lora.quantize). Set generate.weights=auto."
-            )
+            raise self._nothing()
         return [leaf for _, leaf in named], form, places
 
 

@@ -224,20 +224,20 @@ class PromptPlan(BatchPlan):
     @cached_property
     def columns(self) -> list[str]:
         """The columns that every row has: those passed to rewards."""
-        return sorted(set.intersection(*(set(row) for row, _ in self._rows)))
+        return sorted(set.intersection(*(set(row) for row, _ in self.rows)))
 
     @cached_property
     def partial_columns(self) -> dict[str, str]:
         """The columns that only some rows have, each with how many lack it and the first that does."""
-        some = sorted({column for row, _ in self._rows for column in row} - set(self.columns))
-        lacking = {column: [where for row, where in self._rows if column not in row] for column in some}
+        some = sorted({column for row, _ in self.rows for column in row} - set(self.columns))
+        lacking = {column: [where for row, where in self.rows if column not in row] for column in some}
         return {
-            column: f"{len(where)} of {len(self._rows)} rows lack it, first {where[0]}"
+            column: f"{len(where)} of {len(self.rows)} rows lack it, first {where[0]}"
             for column, where in lacking.items()
         }
 
     @cached_property
-    def _rows(self) -> list[tuple[Row, str]]:
+    def rows(self) -> list[tuple[Row, str]]:
         """Every row, held-out ones included, with where it is."""
         sources = {id(rows): rows for rows in [*self.sources, *(rows for rows, _ in self.held_out)]}.values()
         return [
@@ -277,7 +277,7 @@ def build_prompts(
     mixture, held_out = read_prompts(context, tokenizer, longest_prompt(settings, policy))
     each = settings.group_size * settings.num_iterations
     batch_size, steps = horizon(sum(len(rows) for _, rows in mixture) * each)
-    check_groups(batch_size, settings.group_size, policy)
+    check_groups(batch_size, settings.group_size, policy, settings.mini_batches)
     passes = Passes(batch_size, settings.group_size, settings.mini_batches, settings.num_iterations, settings.seed)
     plan = PromptPlan(mixture, held_out, passes, settings.validation_steps)
     plan.curriculum = build_curriculum(settings, plan.sources, steps, passes.steps)
@@ -344,8 +344,9 @@ def longest_prompt(settings: GRPOTrainerConfig, policy: SampledSettings) -> int:
     return room if given is None else given
 
 
-def check_groups(batch_size: int, group_size: int, policy: SampledSettings) -> None:
-    """Raise InputError unless groups are whole, and large enough for what is computed within them."""
+def check_groups(batch_size: int, group_size: int, policy: SampledSettings, parts: int = 1) -> None:
+    """Raise InputError unless groups are whole, and they and the rollout, of `parts` batches, are large enough for what
+    is computed within them."""
     if batch_size % group_size:
         raise InputError(
             f"training.batch_size={batch_size} is not a whole number of groups of grpo.group_size={group_size}: it "
@@ -359,6 +360,11 @@ def check_groups(batch_size: int, group_size: int, policy: SampledSettings) -> N
             f"grpo.group_size=1 leaves nothing to compare a completion with: grpo.baseline={policy.baseline} and "
             f"grpo.scale={str(policy.scale).lower()} mean nothing. Use a larger group, or grpo.baseline=rollout and "
             "grpo.scale=false."
+        )
+    if policy.baseline == "rollout" and batch_size * parts == 1:
+        raise InputError(
+            "grpo.baseline=rollout takes the mean of the rollout off each reward, and this rollout is one completion: "
+            "raise training.batch_size or grpo.mini_batches, or set grpo.baseline=none."
         )
     if policy.scale and not within:
         raise InputError(

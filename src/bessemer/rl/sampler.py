@@ -28,6 +28,7 @@ from bessemer.generate import Engine, Request, Result, Sample, SamplingOptions
 from bessemer.generate.decoder import bucket, end_tokens
 from bessemer.generate.engine import round_of
 from bessemer.generate.sampling import Way, way_of
+from bessemer.generate.weights import Quantizer
 from bessemer.losses.exact_scores import exact_scores
 from bessemer.models.moe import APART, EXPERT_IDS, ROUTING
 from bessemer.models.protocol import Decoding
@@ -139,10 +140,6 @@ class Sampler:
         model: Any = self.parts.model
         tokenizer = self.parts.tokenizer
         assert tokenizer is not None
-        if not isinstance(model, Decoding):
-            raise InputError(
-                f"{type(model).__name__} has no `decode` and `init_cache`, so it cannot sample; see docs/extending.md."
-            )
         ends = (*end_ids(tokenizer), *end_tokens(model, tokenizer))
         longest = self.longest
         return Engine(
@@ -500,6 +497,19 @@ class Sampler:
                 return {name: array[first + begin : first + end] for name, array in rows.items()}
 
             yield device_batch(read, fields_of(rows), self.micro, size // self.micro, sharding)
+
+
+def check_sampler(settings: GRPOTrainerConfig, parts: ModelParts) -> None:
+    """Raise InputError if the model cannot be sampled as configured, which the engine would find at its first use."""
+    model, kind = parts.model, settings.sampling_weights
+    if not isinstance(model, Decoding):
+        raise InputError(
+            f"{type(model).__name__} has no `decode` and `init_cache`, so it cannot sample; see docs/extending.md."
+        )
+    if settings.speculation is not None:
+        settings.speculation.check(model)
+    if kind != "auto":
+        Quantizer(model, kind).check(parts.boxed, parts.split.quantized)
 
 
 def told(make: Callable[[], str]) -> tuple[np.ndarray, dict[str, np.ndarray]]:
