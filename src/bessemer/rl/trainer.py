@@ -34,11 +34,12 @@ from bessemer.rl.prompts import PromptPlan, StoredPlan, build_prompts, build_sto
 from bessemer.rl.resample import check_resampling
 from bessemer.rl.rewards import Rewards, RewardSpec
 from bessemer.rl.rollout import GRPOTrainerConfig, Rollout, check_rollout, route_rows, routes_fields, row_types
-from bessemer.rl.sampler import Laps, Sampler, check_sampler
+from bessemer.rl.sampler import REWARD_SECONDS, Laps, Sampler, check_sampler
 from bessemer.rl.shaping import check_penalty
 from bessemer.rl.unused import unused_settings
+from bessemer.rl.workers import check_made
 from bessemer.storage.artifacts import PASS_RATES, ROLLOUT, ROLLOUT_AHEAD
-from bessemer.topology import agree, process_count
+from bessemer.topology import agree, broadcast, process_count
 from bessemer.training import step
 from bessemer.training.feed import device_batch
 from bessemer.training.outcome import doing
@@ -125,6 +126,9 @@ class GRPOTrainer(BaseTrainer[GRPOTrainerConfig, M], Generic[M]):
             self.rewards.check_rows(plan.rows)
             for column, lacking in plan.partial_columns.items():
                 self.say(f"note: rewards are not given the column '{column}': {lacking}")
+        if (spec := self.settings.environment) is not None:
+            plugins = list(self.config["plugins"])
+            broadcast("environment made", lambda: check_made(spec, plugins) or "", REWARD_SECONDS)
         self.note_derived(
             "prompts a rollout",
             self.passes.prompts,
