@@ -126,9 +126,9 @@ class GRPOTrainer(BaseTrainer[GRPOTrainerConfig, M], Generic[M]):
             self.rewards.check_rows(plan.rows)
             for column, lacking in plan.partial_columns.items():
                 self.say(f"note: rewards are not given the column '{column}': {lacking}")
-        if (spec := self.settings.environment) is not None:
-            plugins = list(self.config["plugins"])
-            broadcast("environment made", lambda: check_made(spec, plugins) or "", REWARD_SECONDS)
+        if self.settings.environment is not None:
+            check = functools.partial(check_made, self.settings.environment, list(self.config["plugins"]))
+            broadcast("environment made", check, REWARD_SECONDS)
         self.note_derived(
             "prompts a rollout",
             self.passes.prompts,

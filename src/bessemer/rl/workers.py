@@ -63,11 +63,13 @@ class Outcome:
         return {name: value for name, value in vars(self).items() if value}
 
 
-def check_made(spec: EnvironmentSpec, plugins: list[str]) -> None:
-    """Make one environment in a worker process; raise InputError with what its constructor raised, and where."""
+def check_made(spec: EnvironmentSpec, plugins: list[str]) -> str:
+    """Make one environment in a worker process and return its name; raise InputError with what its constructor raised,
+    and where."""
     worker = Worker({"name": spec.name, "options": spec.options, "plugins": plugins}, START_SECONDS, 0)
     try:
         worker.submit(0, START).result()
+        return spec.name
     except CallFailed as error:
         raise InputError(f"the environment '{spec.name}' cannot be made: {error}.") from None
     finally:
