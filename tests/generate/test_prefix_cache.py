@@ -1,7 +1,9 @@
 """The prefix cache: a prompt that begins as a slot does is prefilled from there on, and its text is the same."""
 
 import dataclasses
+import threading
 
+import jax
 import numpy as np
 import pytest
 
@@ -91,6 +93,61 @@ def test_a_beginning_in_common_is_copied_and_stays(pair):
     before = cached.reused_tokens
     list(same(cached, plain, [dataclasses.replace(asked([*intro, 8], 3), fresh=True)]))
     assert cached.reused_tokens == before
+
+
+def test_no_cache_of_earlier_weights_is_continued(pair):
+    """A row that is generating while the weights change has a cache of both: the prompt that continues it computes all
+    of its tokens, as an engine does that knows the new weights only."""
+    cached, plain = pair
+    old, new = cached.params, random_params(WHOLE, 4)
+    text = tokens(20, 8)
+    ended = cached.generate([asked([*text, 1], 1, 4)])[0].samples[0]
+    live = cached.submit(asked([*text, 2], 2, 12))
+    cached.step()
+    assert cached.active == 1
+    cached.update_params(new)
+    plain.update_params(new)
+    try:
+        (sample,) = live.result().samples
+        before = cached.reused_tokens
+        later = [asked([*text, 2, *sample.ids, 5], 3), asked([*text, 1, *ended.ids, 6], 4)]
+        list(same(cached, plain, later))
+        assert cached.reused_tokens == before
+        (answer,) = cached.generate([asked([*text, 2, *sample.ids, 5], 3)])[0].samples
+        before = cached.reused_tokens
+        list(same(cached, plain, [asked([*text, 2, *sample.ids, 5, *answer.ids, 7], 5)]))
+        assert cached.reused_tokens > before, "what the new weights computed is continued"
+    finally:
+        cached.update_params(old)
+        plain.update_params(old)
+
+
+def test_weights_are_not_replaced_within_a_round(pair, monkeypatch):
+    """Another thread replaces them while a round runs, after the prefill and before its tokens are read."""
+    cached, _ = pair
+    old, new, text, ended, threads = cached.params, random_params(WHOLE, 4), tokens(20, 9), [], []
+    before = cached.rounds
+
+    def replace():
+        cached.update_params(new)
+        ended.append(cached.rounds - before)
+
+    def fetch(arrays):
+        if not threads:
+            threads.append(threading.Thread(target=replace))
+            threads[0].start()
+            threads[0].join(0.5)  # it is left waiting: the round holds the lock
+        return jax.device_get(arrays)
+
+    monkeypatch.setattr(cached, "fetch", fetch)
+    try:
+        (sample,) = cached.generate([asked(text, 1, 4)])[0].samples
+        threads[0].join()
+        reused = cached.reused_tokens
+        cached.generate([asked([*text, *sample.ids, 5], 2, 4)])
+        assert ended == [1] and cached.reused_tokens == reused
+    finally:
+        cached.update_params(old)
 
 
 @pytest.mark.slow

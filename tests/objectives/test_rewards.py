@@ -128,10 +128,11 @@ def test_a_bad_reward_ends_the_run_with_its_name(name, says):
     assert error.value.exit_code == 3
 
 
-def test_sums_that_overflow_and_weights_that_are_nan_end_the_run():
-    for weight in (10.0, float("nan")):
-        with pytest.raises(TrainingError, match="the rewards sum to"):
-            score([{"name": f"{__name__}:huge", "weight": weight}], ["a"])
+def test_sums_that_overflow_end_the_run_and_weights_that_are_nan_are_refused():
+    with pytest.raises(TrainingError, match="the rewards sum to"):
+        score([{"name": f"{__name__}:huge", "weight": 10.0}], ["a"])
+    with pytest.raises(InputError, match=r"the weight of the reward .* is nan"):
+        Rewards([RewardSpec(f"{__name__}:huge", float("nan"))])
 
 
 def test_a_reward_that_changes_its_arguments_changes_no_later_rollout():

@@ -39,6 +39,21 @@ def unlucky(prompts: Any, completions: Any, **columns: Any) -> list[float]:
     raise ValueError("no such key")
 
 
+async def later(prompts: Any, completions: Any, **columns: Any) -> list[float]:
+    return [0.0] * len(completions)
+
+
+def narrow(prompts: Any, completions: Any, scale: float = 1.0) -> list[float]:
+    return [scale] * len(completions)
+
+
+def deaf(completions: Any) -> list[float]:
+    return [0.0] * len(completions)
+
+
+BASE = 3
+
+
 pytestmark = pytest.mark.usefixtures("on_one_device")
 
 
@@ -300,6 +315,64 @@ def test_what_cannot_work_is_said_before_anything_is_written(settings: dict[str,
     refused("needs pattern", grpo__rewards=["regex"])
     refused("is a setting of objective", objective="pretrain")
     refused("longer than 2 tokens", grpo__max_prompt_length=2)
+    refused("this rollout is one completion", **ONE)
+    refused("shortest attention window holds", generate__speculate="ngram", generate__draft=64)
+    refused("nothing to quantize", generate__weights="int8", lora__rank=2, lora__quantize="int8")
+    refused("at most 1000000.0, got", grpo__reward_timeout=1e12)
+
+
+ONE: dict[str, Any] = {
+    "grpo__group_size": 1,
+    "grpo__baseline": "rollout",
+    "grpo__scale": False,
+    "grpo__mini_batches": 1,
+    "training__batch_size": 1,
+    "training__per_device_batch_size": 1,
+}
+
+
+@pytest.mark.parametrize(
+    ("match", "reward"),
+    [
+        ("'test_grpo:BASE' is int, not a function", f"{__file__}:BASE"),
+        ("asynchronous", f"{__file__}:later"),
+        ("unexpected keyword argument 'scal'", {"name": f"{__file__}:narrow", "options": {"scal": 2}}),
+        ("option 'prompts', which is passed", {"name": f"{__file__}:unlucky", "options": {"prompts": 2}}),
+        ("unexpected keyword argument 'prompts'", f"{__file__}:deaf"),
+        ("weight of the reward .* is inf", {"name": f"{__file__}:unlucky", "weight": float("inf")}),
+        ("not a regular expression", {"name": "regex", "options": {"pattern": "(("}}),
+        ("must be a text", {"name": "regex", "options": {"pattern": 3}}),
+        ("'scale' is 0; it must be above 0", {"name": "length_penalty", "options": {"scale": 0}}),
+        (r"prompts.jsonl row 3: the gsm8k reward found no number in the answer 'none'", "gsm8k"),
+    ],
+)
+def test_a_reward_that_cannot_work_is_refused_before_anything_is_written(
+    match: str, reward: Any, settings: dict[str, Any], tmp_path: Path
+) -> None:
+    data = tmp_path / "prompts.jsonl"
+    data.write_text("".join(json.dumps({"prompt": "say", "answer": "none" if n == 2 else n}) + "\n" for n in range(30)))
+    given = settings | {"grpo.rewards": [reward], "training.dataset": str(data)}
+    with pytest.raises(InputError, match=match):
+        launch.build_trainer(None, given, name="no", root=tmp_path)
+    assert not (tmp_path / "no").exists()
+
+
+@pytest.mark.parametrize(
+    ("key", "changes"),
+    [
+        ("grpo.max_turns", {"grpo.max_turns": 3}),
+        ("grpo.reward_timeout", {"grpo.reward_timeout": 3.0, "grpo.environment": "guess", "grpo.rewards": None}),
+        ("grpo.clip_eps_high", {"grpo.clip_eps_high": 0.3, "grpo.clip_eps": 0.0}),
+        ("grpo.kl_estimator", {"grpo.kl_estimator": "k3", "grpo.kl_coef": 0.0}),
+        ("grpo.sync_interval", {"grpo.kl_coef": 0.0}),
+        ("grpo.top_k", {"grpo.top_k": 300}),
+    ],
+)
+def test_a_setting_without_an_effect_is_named(
+    key: str, changes: dict[str, Any], settings: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    launch.build_trainer(None, settings | changes, name="noted", root=tmp_path)
+    assert f"note: {key} has no effect" in capsys.readouterr().out
 
 
 def test_few_prompts_without_held_out_ones_are_said(
@@ -358,10 +431,13 @@ def stored(path: Path, logprobs: bool) -> str:
     return str(path)
 
 
-def test_stored_completions_are_batches_of_the_step(settings: dict[str, Any], tmp_path: Path) -> None:
+def test_stored_completions_are_batches_of_the_step(
+    settings: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     given = settings | {"grpo.offline": "logprobs", "grpo.mini_batches": 1, "grpo.num_iterations": 1}
     given["training.dataset"] = stored(tmp_path / "with.jsonl", True)
     trainer = launch.build_trainer(None, given, name="stored", root=tmp_path)
+    assert "note: grpo.rewards has no effect with grpo.offline: rewards are stored" in capsys.readouterr().out
     batch = trainer.batch()
     assert batch["old_logprobs"].shape == (8, 32) and not trainer.validates
     assert (batch["old_logprobs"][batch["loss_mask"] > 0] == -2).all()

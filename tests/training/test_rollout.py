@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -18,8 +19,18 @@ from bessemer.data.tokenize.chat import supervised
 from bessemer.errors import InputError, StorageError
 from bessemer.models.llama import Llama
 from bessemer.models.moe import EXPERT_IDS
+from bessemer.objectives.grpo import GrpoSettings
 from bessemer.registry import datasets
-from bessemer.rl.prompts import PromptPlan, PromptRows, end_ids, numbered_split, prompt_of, read_rows, read_split
+from bessemer.rl.prompts import (
+    PromptPlan,
+    PromptRows,
+    end_ids,
+    group_of,
+    numbered_split,
+    prompt_of,
+    read_rows,
+    read_split,
+)
 from bessemer.rl.rollout import FIELDS, Passes, Rollout, check_rollout, completion_rows, spread
 from bessemer.storage.weights import to_bytes
 
@@ -202,6 +213,37 @@ def test_prompts_are_a_function_of_the_rollout_and_the_seed():
     assert one.columns == ["answer", "prompt"]  # not one that a single row has
     assert one.partial_columns == {"rare": "9 of 10 rows lack it, first cats row 1"}
     assert one.fingerprint == same.fingerprint != other.fingerprint
+
+
+STORED = {"prompt": "hi", "completions": [[1, 2], [3, 4]], "rewards": [0, 1], "logprobs": [[-1, -1], [-1, -1]]}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"rewards": ["good", "bad"]},
+        {"rewards": ["1", "2"]},
+        {"rewards": [[1], [2]]},
+        {"completions": [None, [1, 2]]},
+        {"completions": [[1.5, 2], [3, 4]]},
+        {"completions": [["a", "b"], [3, 4]]},
+        {"logprobs": [1, 2]},
+        {"logprobs": 3},
+        {"logprobs": [["a", -1], [-1, -1]]},
+        {"logprobs": [[float("nan"), -1], [-1, -1]]},
+        {"masks": [[None, 1], [1, 1]]},
+        {"masks": [[5, 1], [-1, 1]]},
+        {"prompt": "half \ud800"},
+    ],
+)
+def test_a_stored_group_that_cannot_be_trained_on_is_named_with_its_row(changes: dict[str, Any]) -> None:
+    settings: Any = SimpleNamespace(group_size=2, chat=True, block_size=32, max_prompt_length=None)
+    policy, tokenizer = GrpoSettings(offline="logprobs", max_completion_length=8), tiny_tokenizer()
+    rows, rewards = group_of(STORED, "row 7", settings, policy, tokenizer)
+    assert rows["loss_mask"].sum() == 4 and rewards.tolist() == [0, 1]
+    column = "content" if "prompt" in changes else next(iter(changes))
+    with pytest.raises(InputError, match=f"^row 7: '{column}'"):
+        group_of(STORED | changes, "row 7", settings, policy, tokenizer)
 
 
 def test_prompts_that_are_all_too_long_are_an_error():

@@ -52,6 +52,7 @@ class Row:
     stops: frozenset[int]
     limit: int
     text: TextStream | None
+    weights: int = 0  # which parameters of the engine it began with, see `Engine.update_params`
     ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     top: list[Ranking] = field(default_factory=list)
@@ -274,6 +275,7 @@ class Engine:
         self.speculate = speculate
         self._quantizer = None if weights == "auto" else Quantizer(model, weights)
         self._cast: Any = None  # the parameters as programs read them, from their first use on
+        self._weights = 0  # how often the parameters were replaced
         with scope():
             options = (whole, policy_logprobs, block, routes)
             self._slots = Slots(model, slots, self.capacity, steps or round_of(), self.pad_id, *options)
@@ -394,10 +396,14 @@ class Engine:
     def update_params(self, params: Any) -> None:
         """Use these parameters from the next round on, also for rows still generating.
 
-        Matrices in another dtype than the compute dtype are cast once, at their first use; nothing else is copied.
+        Matrices in another dtype than the compute dtype are cast once, at their first use; nothing else is copied. No
+        later prompt continues a cache that was computed with the old ones, in whole or in part. Waits for a round that
+        another thread runs.
         """
-        self.params, self._cast = params, None
-        self._prefixes.clear()  # computed with the old ones
+        with self._stepping:
+            self.params, self._cast = params, None
+            self._weights += 1  # rows still generating leave no prefix behind when they end
+            self._prefixes.clear()
 
     def release(self) -> None:
         """Free the memory of the slots if no row is generating; the next request allocates it again."""
@@ -627,7 +633,7 @@ class Engine:
         for slot, index in zip(one.slots, one.indices, strict=True):
             self._prefixes.drop(slot)
             text = TextStream(self.tokenizer, request.stop_strings) if self.tokenizer else None
-            row = Row(one.handle, index, stops, one.limit, text)
+            row = Row(one.handle, index, stops, one.limit, text, self._weights)
             if one.prefix is not None and one.prefix.routes is not None:
                 row.routes.append(one.prefix.routes)
             self._rows[slot] = row
@@ -726,7 +732,7 @@ class Engine:
         if event.finish is not None:
             del self._rows[slot]
             self._free.append(slot)
-            if self.reuse:
+            if self.reuse and row.weights == self._weights:
                 self._prefixes.put(slot, row.held())
         if event.ids or event.finish is not None:
             row.handle.put(event, None if event.finish is None else row.sample(event.finish))

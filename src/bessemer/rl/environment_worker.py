@@ -1,7 +1,8 @@
 """`python -m bessemer.rl.environment_worker`: plays episodes; one JSON line in, one JSON line out per call.
 
 A plain child process never inherits JAX's threads, and can be killed when a call hangs. It ends when the pipe from its
-parent closes, also in the middle of a call. What an environment prints goes to standard error.
+parent closes, also in the middle of a call. What an environment prints goes to standard error, and what it reads from
+standard input is empty: `input()` raises EOFError rather than take a call, or wait for a terminal.
 """
 
 from __future__ import annotations
@@ -9,7 +10,6 @@ from __future__ import annotations
 import json
 import os
 import queue
-import sys
 import threading
 from collections.abc import Iterable, Iterator, Mapping
 from numbers import Integral, Real
@@ -110,11 +110,11 @@ def content(value: Any, what: str) -> Any:
     raise TypeError(f"{what} {value!r:.100}: a text, a list of messages or a list of token ids, and not empty")
 
 
-def _described(error: Exception) -> str:
-    if isinstance(error, BessemerError):
-        return str(error)
+def _described(error: BaseException) -> str:
+    """Return what happened, and where in the user's code."""
+    text = str(error) if isinstance(error, BessemerError) else f"{type(error).__name__}: {error}"
     line, _ = line_of(error)
-    return f"{type(error).__name__}: {error}{f' ({line})' if line else ''}"
+    return text if line is None else f"{text} ({line})"
 
 
 def lines(file: Any) -> Iterator[str]:
@@ -131,7 +131,16 @@ def lines(file: Any) -> Iterator[str]:
         yield waiting.get()
 
 
-if __name__ == "__main__":
-    answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
+def take_streams() -> tuple[Any, Any]:
+    """Return the pipes from and to the parent; leave an empty standard input, and standard error as standard output."""
+    calls, answers = os.fdopen(os.dup(0), encoding="utf-8"), os.fdopen(os.dup(1), "w", encoding="utf-8")
+    empty = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(empty, 0)
+    os.close(empty)
     os.dup2(2, 1)  # what an environment prints is not an answer
-    serve(lines(sys.stdin), answers)
+    return calls, answers
+
+
+if __name__ == "__main__":
+    calls, answers = take_streams()
+    serve(lines(calls), answers)

@@ -12,6 +12,7 @@ Without log-probabilities the ratio is to the reference (grpo.offline=reference)
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import json
@@ -19,6 +20,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
 from itertools import compress
+from numbers import Integral, Real
 from typing import Any
 
 import numpy as np
@@ -43,6 +45,7 @@ from bessemer.training.setup.data import DataParts
 
 Horizon = Callable[[int], tuple[int, int]]
 """(rows of one epoch) -> batch size in rows, steps."""
+LISTS = (list, tuple, np.ndarray)  # as files and registered datasets have them
 TAKEN = ("prompts", "completions", "completion_tokens")  # arguments of every reward, so not names of columns
 
 
@@ -123,11 +126,13 @@ class PromptRows:
                 raise InputError(f"{where}: the column '{taken[0]}' is an argument of every reward; rename it.")
             if environment:
                 prompt = question_of(row)  # for previews and rewards
-                ids = [] if prompt is None else prompt_ids(prompt, tokenizer, chat)
+                with named_row(where):
+                    ids = [] if prompt is None else prompt_ids(prompt, tokenizer, chat)
                 ids = ids if len(ids) <= longest else []
             else:
                 prompt, row = prompt_of(row, where)
-                ids = prompt_ids(prompt, tokenizer, chat, tools_of(row))
+                with named_row(where):
+                    ids = prompt_ids(prompt, tokenizer, chat, tools_of(row))
             if len(ids) > longest:
                 too_long += 1
                 continue
@@ -224,20 +229,20 @@ class PromptPlan(BatchPlan):
     @cached_property
     def columns(self) -> list[str]:
         """The columns that every row has: those passed to rewards."""
-        return sorted(set.intersection(*(set(row) for row, _ in self._rows)))
+        return sorted(set.intersection(*(set(row) for row, _ in self.rows)))
 
     @cached_property
     def partial_columns(self) -> dict[str, str]:
         """The columns that only some rows have, each with how many lack it and the first that does."""
-        some = sorted({column for row, _ in self._rows for column in row} - set(self.columns))
-        lacking = {column: [where for row, where in self._rows if column not in row] for column in some}
+        some = sorted({column for row, _ in self.rows for column in row} - set(self.columns))
+        lacking = {column: [where for row, where in self.rows if column not in row] for column in some}
         return {
-            column: f"{len(where)} of {len(self._rows)} rows lack it, first {where[0]}"
+            column: f"{len(where)} of {len(self.rows)} rows lack it, first {where[0]}"
             for column, where in lacking.items()
         }
 
     @cached_property
-    def _rows(self) -> list[tuple[Row, str]]:
+    def rows(self) -> list[tuple[Row, str]]:
         """Every row, held-out ones included, with where it is."""
         sources = {id(rows): rows for rows in [*self.sources, *(rows for rows, _ in self.held_out)]}.values()
         return [
@@ -277,7 +282,7 @@ def build_prompts(
     mixture, held_out = read_prompts(context, tokenizer, longest_prompt(settings, policy))
     each = settings.group_size * settings.num_iterations
     batch_size, steps = horizon(sum(len(rows) for _, rows in mixture) * each)
-    check_groups(batch_size, settings.group_size, policy)
+    check_groups(batch_size, settings.group_size, policy, settings.mini_batches)
     passes = Passes(batch_size, settings.group_size, settings.mini_batches, settings.num_iterations, settings.seed)
     plan = PromptPlan(mixture, held_out, passes, settings.validation_steps)
     plan.curriculum = build_curriculum(settings, plan.sources, steps, passes.steps)
@@ -344,8 +349,9 @@ def longest_prompt(settings: GRPOTrainerConfig, policy: SampledSettings) -> int:
     return room if given is None else given
 
 
-def check_groups(batch_size: int, group_size: int, policy: SampledSettings) -> None:
-    """Raise InputError unless groups are whole, and large enough for what is computed within them."""
+def check_groups(batch_size: int, group_size: int, policy: SampledSettings, parts: int = 1) -> None:
+    """Raise InputError unless groups are whole, and they and the rollout, of `parts` batches, are large enough for what
+    is computed within them."""
     if batch_size % group_size:
         raise InputError(
             f"training.batch_size={batch_size} is not a whole number of groups of grpo.group_size={group_size}: it "
@@ -359,6 +365,11 @@ def check_groups(batch_size: int, group_size: int, policy: SampledSettings) -> N
             f"grpo.group_size=1 leaves nothing to compare a completion with: grpo.baseline={policy.baseline} and "
             f"grpo.scale={str(policy.scale).lower()} mean nothing. Use a larger group, or grpo.baseline=rollout and "
             "grpo.scale=false."
+        )
+    if policy.baseline == "rollout" and batch_size * parts == 1:
+        raise InputError(
+            "grpo.baseline=rollout takes the mean of the rollout off each reward, and this rollout is one completion: "
+            "raise training.batch_size or grpo.mini_batches, or set grpo.baseline=none."
         )
     if policy.scale and not within:
         raise InputError(
@@ -458,12 +469,14 @@ def group_of(
         if not isinstance(row.get(column), list) or len(row[column]) != size:
             found = f"{len(row[column])} of them" if isinstance(row.get(column), list) else "no such list"
             raise InputError(f"{where}: '{column}' needs grpo.group_size={size} entries, and there is {found}.")
-    ids = prompt_ids(prompt, tokenizer, settings.chat, tools_of(row))
     end = end_ids(tokenizer)[0]
-    completions = [
-        [*tokenizer.encode(one, after=ids), end] if isinstance(one, str) else [int(token) for token in one]
-        for one in row["completions"]
-    ]
+    with named_row(where):
+        ids = prompt_ids(prompt, tokenizer, settings.chat, tools_of(row))
+        completions = [
+            [*tokenizer.encode(one, after=ids), end] if isinstance(one, str) else one for one in row["completions"]
+        ]
+    if not all(isinstance(one, LISTS) and all(map(is_integer, one)) for one in completions):
+        raise InputError(f"{where}: 'completions' are texts or lists of token ids, and one of them is neither.")
     if any(not 0 <= token < tokenizer.vocab_size for one in completions for token in one):
         raise InputError(f"{where}: 'completions' has ids outside the tokenizer's {tokenizer.vocab_size} tokens.")
     longest = max(map(len, completions))
@@ -472,10 +485,12 @@ def group_of(
             f"{where}: {len(ids)} tokens of prompt and up to {longest} of completion; grpo.max_prompt_length and "
             f"grpo.max_completion_length={policy.max_completion_length} allow less. Raise them, or shorten it."
         )
+    if not all(is_finite(reward) for reward in row["rewards"]):
+        raise InputError(f"{where}: 'rewards' are {row['rewards']!r:.80}; one finite number each.")
     rewards = np.asarray(row["rewards"], np.float64)
-    if rewards.shape != (size,) or not all(map(math.isfinite, rewards.tolist())):
-        raise InputError(f"{where}: 'rewards' are {json.dumps(row['rewards'])[:80]}; one finite number each.")
     masks = per_token(row, "masks", completions, where) or [[1.0] * len(one) for one in completions]
+    if any(value not in (0, 1) for one in masks for value in one):
+        raise InputError(f"{where}: 'masks' are 0 or 1 for each token, and one of them is another number.")
     block, pad = settings.block_size, tokenizer.pad_id
     rows = completion_rows([ids] * size, completions, masks, block, pad, TOKEN_FIELDS)
     stored = per_token(row, "logprobs", completions, where)
@@ -493,8 +508,33 @@ def per_token(
     values = row.get(column)
     if values is None:
         return None
+    if not isinstance(values, list) or not all(isinstance(one, LISTS) for one in values):
+        raise InputError(f"{where}: '{column}' is {values!r:.80}; it must be a list of numbers per completion.")
     found = [len(one) for one in values]
     wanted = [len(one) for one in completions]
     if found != wanted:
         raise InputError(f"{where}: '{column}' has {found} values for completions of {wanted} tokens (end included).")
+    if not all(is_finite(value) for one in values for value in one):
+        raise InputError(f"{where}: '{column}' must be finite numbers, and one of them is not.")
     return [[float(value) for value in one] for one in values]
+
+
+def is_integer(value: Any) -> bool:
+    return isinstance(value, Integral) and not isinstance(value, bool)
+
+
+def is_finite(value: Any) -> bool:
+    """Whether it is a number of a float's range; true and false are 1 and 0."""
+    try:
+        return isinstance(value, Real) and math.isfinite(value)
+    except OverflowError:  # an integer of more than 308 digits
+        return False
+
+
+@contextlib.contextmanager
+def named_row(where: str) -> Iterator[None]:
+    """Name the row in an InputError about its text."""
+    try:
+        yield
+    except InputError as error:
+        raise InputError(f"{where}: {error}") from error

@@ -59,7 +59,7 @@ class Rewards:
         if len({spec.label for spec in specs}) < len(specs):
             raise InputError("grpo.rewards names one reward twice; add their weights up.")
         self.specs, self.timeout = list(specs), timeout
-        self.functions: list[Reward] = [rewards.get(spec.name) for spec in specs]
+        self.functions: list[Reward] = [function_of(spec) for spec in specs]
 
     def check_columns(self, columns: Sequence[str], partial: Mapping[str, str] | None = None) -> None:
         """Raise InputError if a reward needs a column that is not in the data, or only in a part of it (`partial`)."""
@@ -83,6 +83,26 @@ class Rewards:
                     f"{', '.join(sorted(columns)) or '(none)'}. Rename a column, or give it under the reward's "
                     "options."
                 )
+            if taken := sorted({"prompts", "completions"} & spec.options.keys()):
+                raise InputError(
+                    f"the reward '{spec.label}' has an option '{taken[0]}', which is passed to every reward."
+                )
+            kept = accepted(function, {name: () for name in columns if name not in spec.options})
+            try:
+                inspect.signature(function).bind(prompts=(), completions=(), **kept, **spec.options)
+            except TypeError as error:
+                raise InputError(
+                    f"the reward '{spec.label}' cannot be called with prompts=…, completions=… and its options "
+                    f"({', '.join(sorted(spec.options)) or 'none'}): {error}. Correct grpo.rewards, or its parameters."
+                ) from None
+
+    def check_rows(self, rows: Sequence[tuple[Mapping[str, Any], str]]) -> None:
+        """Raise InputError for options and rows of the data that a reward cannot be computed with. rows: each with
+        where it is."""
+        for spec in self.specs:
+            check = rewards.entry(spec.name).traits.get("check")
+            if check is not None:
+                check(spec.options, rows)
 
     def __call__(
         self, prompts: Sequence[Any], completions: Sequence[str], columns: Mapping[str, Sequence[Any]]
@@ -148,6 +168,23 @@ class Rewards:
         return found
 
 
+def function_of(spec: RewardSpec) -> Reward:
+    """Return the function of an entry of grpo.rewards; raise InputError if no run can call it."""
+    function = rewards.get(spec.name)
+    try:
+        inspect.signature(function)
+    except (TypeError, ValueError):
+        raise InputError(
+            f"the reward '{spec.label}' is {type(function).__name__}, not a function (prompts, completions, **columns) "
+            "-> list of numbers."
+        ) from None
+    if inspect.iscoroutinefunction(function) or inspect.isasyncgenfunction(function):
+        raise InputError(f"the reward '{spec.label}' is asynchronous, and nothing awaits it: define it without async.")
+    if not math.isfinite(spec.weight):
+        raise InputError(f"the weight of the reward '{spec.label}' is {spec.weight}: it must be finite.")
+    return function
+
+
 def accepted(function: Reward, columns: Mapping[str, Sequence[Any]]) -> dict[str, list[Any]]:
     """Return all columns, or for a function without **columns those that it names."""
     parameters = inspect.signature(function).parameters
@@ -200,30 +237,69 @@ def gsm8k_number(text: str) -> float | None:
     return float(found.group().replace(",", "")) if found else None
 
 
-@rewards.register("gsm8k")
+def gsm8k_answer(answer: Any) -> float | None:
+    """Return the number of a row's answer, which may be just the number; None if there is none."""
+    return gsm8k_number(str(answer) if MARK in str(answer) else f"{MARK} {answer}")
+
+
+def check_gsm8k(options: Mapping[str, Any], rows: Sequence[tuple[Mapping[str, Any], str]]) -> None:
+    """Raise InputError unless every row has an answer with a number."""
+    if "answer" in options:
+        return
+    for row, where in rows:
+        if gsm8k_answer(row["answer"]) is None:
+            raise InputError(
+                f"{where}: the gsm8k reward found no number in the answer {row['answer']!r:.200}. Correct the row, or "
+                "remove it."
+            )
+
+
+@rewards.register("gsm8k", check=check_gsm8k)
 def gsm8k(prompts: Sequence[Any], completions: Sequence[str], answer: Sequence[str], **columns: Any) -> list[float]:
     """1 if the number after #### is that of the answer (1,000 is 1000.0), which may be just the number."""
     scores = []
     for text, right in zip(completions, answer, strict=True):
-        marked = str(right) if MARK in str(right) else f"{MARK} {right}"
-        wanted = gsm8k_number(marked)
+        wanted = gsm8k_answer(right)
         if wanted is None:
             raise InputError(f"the gsm8k reward found no number in the answer {right!r:.200}.")
         scores.append(float(gsm8k_number(text) == wanted))
     return scores
 
 
-@rewards.register("regex", aliases=("format",))
-def regex(prompts: Sequence[Any], completions: Sequence[str], pattern: str, **columns: Any) -> list[float]:
-    """1 if the whole completion matches `pattern` (Python's re; dots match line ends)."""
+def check_regex(options: Mapping[str, Any], rows: Sequence[tuple[Mapping[str, Any], str]]) -> None:
+    """Raise InputError unless the option `pattern` is a regular expression."""
+    if "pattern" not in options:
+        raise InputError("the reward regex: pattern is an option of it, not a column: {name: regex, options: {…}}.")
+    pattern_of(options["pattern"])
+
+
+def pattern_of(pattern: Any) -> re.Pattern[str]:
+    """Return the compiled pattern; raise InputError if it is none."""
+    if not isinstance(pattern, str):
+        raise InputError(f"the reward regex: its option 'pattern' is {pattern!r:.40}; it must be a text.")
     try:
-        form = re.compile(pattern, re.DOTALL)
+        return re.compile(pattern, re.DOTALL)
     except re.error as error:
         raise InputError(f"the reward regex: {pattern!r} is not a regular expression ({error}).") from error
+
+
+@rewards.register("regex", aliases=("format",), check=check_regex)
+def regex(prompts: Sequence[Any], completions: Sequence[str], pattern: str, **columns: Any) -> list[float]:
+    """1 if the whole completion matches `pattern` (Python's re; dots match line ends)."""
+    form = pattern_of(pattern)
     return [float(form.fullmatch(text.strip()) is not None) for text in completions]
 
 
-@rewards.register("length_penalty")
+def check_length_penalty(options: Mapping[str, Any], rows: Sequence[tuple[Mapping[str, Any], str]]) -> None:
+    """Raise InputError unless `free` and `scale` are numbers that a length can be compared with."""
+    for name, least in (("free", "at least 0"), ("scale", "above 0")):
+        value = options.get(name, 1)
+        known = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+        if not known or value < 0 or (name == "scale" and value == 0):
+            raise InputError(f"the reward length_penalty: its option '{name}' is {value!r}; it must be {least}.")
+
+
+@rewards.register("length_penalty", check=check_length_penalty)
 def length_penalty(
     prompts: Sequence[Any],
     completions: Sequence[str],

@@ -170,6 +170,7 @@ class GRPOTrainerConfig(EpisodeSettings, DecodingSettings, BaseTrainerConfig):
         "grpo/reward_timeout",
         default=0.0,
         minimum=0,
+        maximum=1e6,
         help="seconds that a reward may take, after which the run ends; 0 = any time, in the caller's own thread",
     )
     chat: bool = field("grpo/chat", default=True, help="a text prompt is a user's message; false: plain text")

@@ -35,10 +35,12 @@ from bessemer.rl.prompts import PromptPlan, StoredPlan, build_prompts, build_sto
 from bessemer.rl.resample import check_resampling
 from bessemer.rl.rewards import Rewards, RewardSpec
 from bessemer.rl.rollout import GRPOTrainerConfig, Rollout, check_rollout, route_rows, routes_fields, row_types
-from bessemer.rl.sampler import Laps, Sampler, check_sampler
+from bessemer.rl.sampler import REWARD_SECONDS, Laps, Sampler, check_sampler
 from bessemer.rl.shaping import check_penalty
+from bessemer.rl.unused import unused_settings
+from bessemer.rl.workers import check_made
 from bessemer.storage.artifacts import PASS_RATES, ROLLOUT, ROLLOUT_AHEAD
-from bessemer.topology import agree, process_count
+from bessemer.topology import agree, broadcast, process_count
 from bessemer.training import step
 from bessemer.training.feed import device_batch
 from bessemer.training.outcome import doing
@@ -76,7 +78,7 @@ class GRPOTrainer(BaseTrainer[GRPOTrainerConfig, M], Generic[M]):
         check_packing(self.settings, self.policy, self.model_parts.model)
         check_resampling(self.settings.resample, self.policy)
         check_staleness(self.settings, self.policy)
-        self.note_unused_decoding()
+        self.note_unused_settings()
         named = [spec.label for spec in self.settings.rewards or []]
         check_penalty(self.policy, named, self.settings.environment is not None)
         check_entropy(self.policy, self.config)
@@ -127,8 +129,12 @@ class GRPOTrainer(BaseTrainer[GRPOTrainerConfig, M], Generic[M]):
         agree("the prompts", plan.identity)
         if self.rewards is not None:
             self.rewards.check_columns([*plan.columns, "completion_tokens"], plan.partial_columns)
+            self.rewards.check_rows(plan.rows)
             for column, lacking in plan.partial_columns.items():
                 self.say(f"note: rewards are not given the column '{column}': {lacking}")
+        if self.settings.environment is not None:
+            check = functools.partial(check_made, self.settings.environment, list(self.config["plugins"]))
+            broadcast("environment made", check, REWARD_SECONDS)
         self.note_derived(
             "prompts a rollout",
             self.passes.prompts,
@@ -160,15 +166,11 @@ class GRPOTrainer(BaseTrainer[GRPOTrainerConfig, M], Generic[M]):
         made = plan.curriculum if isinstance(plan, PromptPlan) else None
         return made if isinstance(made, ByPassRate) else None
 
-    def note_unused_decoding(self) -> None:
-        """Print a note for each setting of the sampler that has no effect in this run."""
-        drafts = ("generate/draft", "generate/ngram")
-        unused = dict.fromkeys(drafts, "without generate.speculate=ngram") if not self.settings.speculation else {}
-        if self.offline:
-            every = ("generate/speculate", *drafts, "generate/weights")
-            unused = dict.fromkeys(every, "with grpo.offline: nothing is sampled")
-        for key, why in unused.items():
-            if self.config.is_set(key):
+    def note_unused_settings(self) -> None:
+        """Print a note for each setting that is set and has no effect in this run."""
+        model: Any = self.model_parts.model
+        for key, why in unused_settings(self.settings, self.policy, model.vocab_size).items():
+            if key in self.config and self.config.is_set(key):
                 self.say(f"note: {dotted(key)} has no effect {why}")
 
     @functools.cached_property

@@ -30,6 +30,7 @@ READ = 1 << 16
 Call = dict[str, Any]
 Reply = dict[str, Any]
 FORGET: Call = {"call": "close"}
+START: Call = {"call": "start"}
 
 
 class CallFailed(Exception):
@@ -60,6 +61,19 @@ class Outcome:
 
     def as_json(self) -> dict[str, Any]:
         return {name: value for name, value in vars(self).items() if value}
+
+
+def check_made(spec: EnvironmentSpec, plugins: list[str]) -> str:
+    """Make one environment in a worker process and return its name; raise InputError with what its constructor raised,
+    and where."""
+    worker = Worker({"name": spec.name, "options": spec.options, "plugins": plugins}, START_SECONDS, 0)
+    try:
+        worker.submit(0, START).result()
+        return spec.name
+    except CallFailed as error:
+        raise InputError(f"the environment '{spec.name}' cannot be made: {error}.") from None
+    finally:
+        worker.close()
 
 
 class Workers:
@@ -127,6 +141,9 @@ class Worker:
     def _answered(self, episode: int, call: Call) -> Outcome:
         if call is FORGET:
             return self._forget()
+        if call is START:
+            self._start()
+            return Outcome(reply={})
         outcome, played = Outcome(failure="the run has ended"), self._played.setdefault(episode, Played())
         for attempt in range(self.retries + 1):
             if self._closing:

@@ -92,7 +92,11 @@ class EpisodeSettings:
         help="an environment that raises, hangs or returns a wrong value: end the run, or leave the episode out",
     )
     environment_timeout: float = field(
-        "grpo/environment_timeout", default=60.0, above=0, help="seconds of one call, after which its worker is killed"
+        "grpo/environment_timeout",
+        default=60.0,
+        above=0,
+        maximum=1e6,
+        help="seconds of one call, after which its worker is killed",
     )
     environment_retries: int = field(
         "grpo/environment_retries", default=1, minimum=0, help="how often a failed call is repeated in a new instance"

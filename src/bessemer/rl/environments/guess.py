@@ -9,6 +9,7 @@ from __future__ import annotations
 import random
 import re
 
+from bessemer.errors import InputError
 from bessemer.registry import environments
 from bessemer.rl.environments.base import Completion, Environment, Row
 
@@ -20,6 +21,8 @@ class Guess(Environment):
     """low, high: the range where a row has none."""
 
     def __init__(self, low: int = 1, high: int = 100):
+        if low > high:
+            raise InputError(f"low={low} is above high={high}.")
         self.low, self.high = low, high
         self.secret = low
 
