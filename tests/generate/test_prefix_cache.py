@@ -17,7 +17,8 @@ from tiny_run import random_params, tiny_model
 BLOCK = 128
 WHOLE = tiny_model().clone(block_size=BLOCK)
 WINDOWED = WHOLE.clone(window="SL", window_short=0.25)  # a ring of 32 keys
-BIGRAMS = WINDOWED.clone(bigram_rows=256)  # its cache also holds the last token
+# its cache also holds the last token, and what the next key takes from the last one
+BIGRAMS = WINDOWED.clone(bigram_rows=256, key_offset=True)
 SHAPE = {"depth": 2, "width": 32, "head_dim": 16, "vocab_size": 300, "block_size": BLOCK, "precision": "float32"}
 LLAMA = Llama(**SHAPE, kv_heads=1)
 QWENNEXT = QwenNext(**SHAPE, kv_heads=1, delta_layers="DF", rotary_share=0.5, delta_key_dim=6, delta_value_dim=8)

@@ -33,7 +33,7 @@ QUICKLY = {"xla_backend_optimization_level": 0}
 # A family is one line: the name in the registry, and its settings. Layer 0 has a window of 128, the last none.
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt": ("gpt", {"window": "SL", "backout": False}),  # which at two layers is a factor before a norm
-    "gpt-frontier": ("gpt", {"window": "SL", "backout": False, "bigram_rows": 128}),
+    "gpt-frontier": ("gpt", {"window": "SL", "backout": False, "bigram_rows": 128, "key_offset": True}),
     "lookup": ("gpt", {**LOOKUP, "window": "L", "backout": False}),
     "llama": ("llama", {"mlp_width": 192, "sliding_window": 100, "sliding_layers": "SL"}),
     "olmo": ("olmo", {"mlp_width": 192, "sliding_window": 100, "sliding_layers": "SL"}),

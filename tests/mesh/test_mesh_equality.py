@@ -60,6 +60,7 @@ EXPERT_STAGES = {"pipeline 2 x fsdp 2 x expert 2": {"pipeline": 2, "fsdp": 2, "e
 STAGES: dict[str, tuple[str, ...]] = {
     "gpt": tuple(PIPELINE_MESHES),
     "llama": ("data 2 x pipeline 2", "pipeline 2 x fsdp 2 x tensor 2"),
+    "gpt-frontier": ("data 2 x pipeline 2",),
     "lookup": ("data 2 x pipeline 2", "data 2 x pipeline 2 x fsdp 2"),
     "gemma": ("data 2 x pipeline 2",),
     "olmo": ("pipeline 2 x tensor 2",),

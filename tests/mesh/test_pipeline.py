@@ -30,6 +30,11 @@ DEEP: dict[str, tuple[str, dict[str, int], dict[str, Any]]] = {
     "gpt, equal stages, scanned": ("gpt", {"pipeline": 2}, {"depth": 4, "scan_layers": True}),
     "gpt, recomputed": ("gpt", {"pipeline": 2}, {"depth": 4, "window": "L", "remat": ["block"]}),
     "gpt, square matrices": ("gpt", {"pipeline": 2, "fsdp": 2, "tensor": 2}, {"depth": 3}),
+    "gpt, shifted keys of split rows": (
+        "gpt",
+        {"pipeline": 2, "context": 2},
+        {"depth": 4, "window": "L", "key_offset": True},
+    ),
     "llama, layers without positions": ("llama", {"pipeline": 2}, {"depth": 3, "rotary_layers": "RRN"}),
     "llama, split sequences": ("llama", {"pipeline": 2, "context": 4}, {"sliding_layers": "S"}),
 }

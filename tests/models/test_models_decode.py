@@ -51,6 +51,8 @@ def tokens(rows: int, length: int):
         {"scan_layers": True},
         {"bigram_rows": 128},
         {"bigram_rows": 64, "smear": False},
+        {"key_offset": True},
+        {"key_offset": True, "qk_norm": False, "kv_heads": 1},
     ],
     ids=str,
 )

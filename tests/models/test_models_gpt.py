@@ -12,8 +12,10 @@ import pytest
 from jax.extend.core import jaxprs_in_params
 
 from bessemer.errors import InputError
+from bessemer.kernels.attention import attention
 from bessemer.models.bigram import hash_pairs
 from bessemer.models.gpt import GPT
+from bessemer.models.key_offset import attend_with_offset, shifted_channels
 from bessemer.models.shape import layer_windows, scan_segments
 from bessemer.registry import models
 
@@ -184,9 +186,11 @@ def test_scan_and_dropout_draw_the_same_masks():
     assert float(jnp.abs(run(model) - run(model, True)).max()) > 1e-3
 
 
-@pytest.mark.parametrize(("smear", "bigram_rows"), [(True, 0), (False, 0), (True, 128)])
-def test_documents_do_not_see_each_other(smear, bigram_rows):
-    model, params = make(document_mask=True, smear=smear, bigram_rows=bigram_rows)
+@pytest.mark.parametrize(
+    ("smear", "bigram_rows", "key_offset"), [(True, 0, False), (False, 0, False), (True, 128, False), (False, 0, True)]
+)
+def test_documents_do_not_see_each_other(smear, bigram_rows, key_offset):
+    model, params = make(document_mask=True, smear=smear, bigram_rows=bigram_rows, key_offset=key_offset)
     if bigram_rows:  # a fresh table adds nothing
         table = jax.random.normal(jax.random.key(2), params["bigram_table"].shape)
         params = {**params, "bigram_table": table}
@@ -203,8 +207,9 @@ def test_documents_do_not_see_each_other(smear, bigram_rows):
     assert np.any(np.asarray(one[:, 6:]) != np.asarray(two[:, 6:]))
 
 
-def test_a_document_alone_equals_the_document_packed():
-    model, params = make(document_mask=True)
+@pytest.mark.parametrize("settings", [{}, {"key_offset": True}], ids=str)
+def test_a_document_alone_equals_the_document_packed(settings):
+    model, params = make(document_mask=True, **settings)
     ids = batch_of()["input_ids"]
     packed = forward(
         model,
@@ -233,6 +238,22 @@ def test_a_fresh_bigram_table_changes_nothing_and_learns_from_its_pairs():
     rows = np.flatnonzero(np.abs(gradient["bigram_table"]).sum(-1))
     pairs = np.asarray(hash_pairs(ids[:, :-1], ids[:, 1:], 128))
     assert set(rows) == set(pairs.ravel())
+
+
+def test_shifted_keys_cost_nothing_and_find_what_follows_in_one_layer():
+    """One head of which the slower pairs alone count: a query equal to the key of a token gets the next one's value."""
+    model, _ = make()
+    shifted = model.clone(key_offset=True)
+    assert shifted.count_parameters() == model.count_parameters()
+    assert shifted.flops_per_token() == model.flops_per_token()
+    channels = np.asarray(shifted_channels(8))
+    assert channels.tolist() == [False, False, True, True] * 2
+    k = jnp.where(channels, jax.random.normal(jax.random.key(0), (1, 6, 1, 8)), 0.0)
+    k *= 50 / jnp.linalg.norm(k, axis=-1, keepdims=True)
+    v = jnp.eye(6)[None, :, None]
+    q = jnp.broadcast_to(k[:, 2:3], k.shape)  # every query looks for the key of token 2
+    found = attend_with_offset(functools.partial(attention, implementation="xla"), None, q, k, v)
+    np.testing.assert_allclose(found[0, 3:, 0], np.eye(6)[[3, 3, 3]], atol=1e-6)
 
 
 def test_pairs_of_tokens_spread_over_the_table_and_their_order_counts():
@@ -282,6 +303,7 @@ def test_bf16_computes_in_bf16_and_keeps_float32_gradients():
         ({"dropout": 1.0}, "architecture.dropout"),
         ({"loss_chunks": 0}, "architecture.loss_chunks"),
         ({"bigram_rows": 100}, "architecture.bigram_rows"),
+        ({"key_offset": True, "head_dim": 2}, "architecture.key_offset"),
     ],
 )
 def test_contradictions_are_input_errors(settings, named):

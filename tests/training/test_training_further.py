@@ -1,4 +1,4 @@
-"""A run with multi-token prediction and bigram embeddings: logged, counted, resumed, sampled."""
+"""A run with multi-token prediction, bigram embeddings and shifted keys: logged, counted, resumed, sampled."""
 
 from __future__ import annotations
 
@@ -10,8 +10,10 @@ import jax
 import numpy as np
 import pytest
 
+from bessemer.console import no_progress
 from bessemer.errors import Stopped
 from bessemer.generate import load_model
+from bessemer.generate.export import export_run
 from bessemer.topology import make_topology
 from bessemer.training import launch
 from bessemer.training.callbacks.base import Callback
@@ -37,6 +39,7 @@ def test_a_run_with_both_resumes_bit_for_bit_and_writes_text(
         "training.mtp": [0.5],
         "training.mtp_decay": 0.75,
         "architecture.bigram_rows": 640,
+        "architecture.key_offset": True,
         "architecture.document_mask": True,
     }
     whole = launch.build_trainer("quickstart", settings, name="whole", root=tmp_path)
@@ -63,8 +66,12 @@ def test_a_run_with_both_resumes_bit_for_bit_and_writes_text(
     assert facts["flops_formula"].endswith(f"plus 6 · {head:,} of the head for further tokens")
 
     loaded = load_model(whole.run_directory)
-    assert loaded.model.bigram_rows == 640
+    assert loaded.model.bigram_rows == 640 and loaded.model.key_offset
     generation = loaded.decoder(loaded.params, [[5, 6, 7]], max_tokens=4)
     ids = np.asarray([[5, 6, 7, *generation.ids[0]]])
     logits = loaded.model.apply({"params": loaded.params}, ids)
     assert generation.ids.shape == (1, 4) and np.isfinite(logits).all()
+
+    export_run(whole.run_directory, tmp_path / "out", "hf", no_progress)
+    exported = json.loads((tmp_path / "out" / "config.json").read_text())["architecture"]
+    assert exported["key_offset"] is True and exported["bigram_rows"] == 640

@@ -313,6 +313,7 @@ _TABLE: list[Alias] = [
         "second token ahead and the third",
     ),
     Alias("bigram_vocab_size", "architecture.bigram_rows", "A multiple of 64"),
+    Alias("partial_key_offset key_shift", "architecture.key_offset"),
     Alias("ema_decay", "training.ema"),
     # precision, memory, compilation
     _switch("fp8", "architecture.precision=fp8", "architecture.precision=auto"),

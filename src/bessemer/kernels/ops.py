@@ -16,7 +16,7 @@ from jax import Array
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 
-from bessemer.topology.rules import constrain, mesh_axes, rule_axes, shards
+from bessemer.topology.rules import constrain, in_stage, mesh_axes, rule_axes, shards
 
 NORM_EPSILON = 1e-6
 Axes = tuple[str | None, str | None]
@@ -107,13 +107,13 @@ def _rotate_norm_backward(scale: float, residuals: Any, g: Array) -> tuple[Array
 rotate_norm.defvjp(_rotate_norm_forward, _rotate_norm_backward)
 
 
-def shift(x: Array, first: Array) -> Array:
-    """Return x delayed by one position, `first` in front. x: (B, T, …), first: (B, 1, …).
+def shift(x: Array, first: Array, *names: str | None) -> Array:
+    """Return x delayed by one position, `first` in front. x: (B, T, …), first: (B, 1, …); names: axes after T.
 
-    On a split sequence each device sends its last position on; left to itself, XLA moves all of x.
+    On a split sequence each device sends its last position on; left to itself, as in a stage, XLA moves all of x.
     """
     axes = mesh_axes("sequence", x.shape[1])
-    if not axes:
+    if not axes or in_stage():
         return jnp.concatenate([first, x[:, :-1]], axis=1)
 
     def local(x: Array, first: Array) -> Array:
@@ -123,8 +123,9 @@ def shift(x: Array, first: Array) -> Array:
         return jnp.concatenate([before, x[:, :-1]], axis=1)
 
     rows = rule_axes("batch", x.shape[0])
-    whole = PartitionSpec(rows, rule_axes("sequence", x.shape[1]))
-    specs = (whole, PartitionSpec(rows))
+    rest = [rule_axes(name, size) for name, size in zip(names, x.shape[2:], strict=False)]
+    whole = PartitionSpec(rows, rule_axes("sequence", x.shape[1]), *rest)
+    specs = (whole, PartitionSpec(rows, None, *rest))
     return jax.shard_map(local, in_specs=specs, out_specs=whole)(x, first)
 
 

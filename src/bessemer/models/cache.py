@@ -34,11 +34,12 @@ class Cache:
     last: Array  # (B, 1) int32: the last token, for bigrams, NONE before the first; (B, 0) in a model without them
     empty: bool = struct.field(pytree_node=False, default=False)  # known while tracing: no row holds anything yet
     states: tuple[tuple[Array, ...], ...] = ()  # of recurrent layers, in order; a row's follow from all of its tokens
+    spare: int = struct.field(pytree_node=False, default=0)  # slots of a layer beyond its tokens (key_offset.py)
 
     @property
     def capacity(self) -> int:
         """Tokens that fit a row; the last layer sees all of them."""
-        return max(keys.shape[2] for keys in self.keys)
+        return max(keys.shape[2] for keys in self.keys) - self.spare
 
 
 def empty_cache(
@@ -50,9 +51,10 @@ def empty_cache(
     width: int,
     dtype: Any,
     bigrams: bool = False,
+    spare: int = 0,
 ) -> Cache:
     def store(window: int | None) -> Array:
-        shape = (batch, kv_heads, length if window is None else min(window, length), head_dim)
+        shape = (batch, kv_heads, (length if window is None else min(window, length)) + spare, head_dim)
         return constrain(jnp.zeros(shape, dtype), "batch", "kv", None, None)
 
     return Cache(  # a buffer of its own for each layer, so that the cache can be donated
@@ -62,6 +64,7 @@ def empty_cache(
         previous=constrain(jnp.zeros((batch, width), dtype), "batch", None),
         last=constrain(jnp.full((batch, int(bigrams)), NONE, jnp.int32), "batch", None),
         empty=True,
+        spare=spare,
     )
 
 

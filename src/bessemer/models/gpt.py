@@ -118,6 +118,11 @@ class GPT(Transformer, LookupSettings, ExpertSettings, BigramSettings):
     smear: bool = field("architecture/smear", default=True, help="mix the previous token's embedding in")
     residual_mix: bool = field("architecture/residual_mix", default=True, help="x ← ρx + ξx0 before each layer")
     value_embeddings: bool = field("architecture/value_embeddings", default=True, help="token tables added to v")
+    key_offset: bool = field(
+        "architecture/key_offset",
+        default=False,
+        help="half of a key's channels are the previous token's, so that one layer finds what follows a token",
+    )
     backout: bool = field("architecture/backout", default=True, help="subtract the middle layer's output")
     qk_norm: bool = field("architecture/qk_norm", default=True, help="norm queries and keys, then × 1.2")
     softcap: float = field("architecture/softcap", default=15.0, minimum=0.0, help="c·tanh(logits/c); 0 = off")
@@ -139,6 +144,7 @@ class GPT(Transformer, LookupSettings, ExpertSettings, BigramSettings):
             residual_mix=self.residual_mix,
             backout=self.backout,
             bigram_rows=self.bigram_rows,
+            key_offset=self.key_offset,
         )
         return with_lookup(self, replace(shape, experts=self.expert_shape(shape.mlp_width)))
 
@@ -180,6 +186,11 @@ class GPT(Transformer, LookupSettings, ExpertSettings, BigramSettings):
         require(
             self.bigram_rows >= 0 and self.bigram_rows % ROWS_MULTIPLE == 0,
             f"architecture.bigram_rows is {self.bigram_rows}; use a multiple of {ROWS_MULTIPLE}, or 0 for no table.",
+        )
+        require(
+            not self.key_offset or self.head_dim % 4 == 0,
+            f"architecture.key_offset halves the rotary pairs of a head, and model.head_dim is {self.head_dim}; make "
+            "it a multiple of 4, or leave architecture.key_offset out.",
         )
         require(self.softcap >= 0, f"architecture.softcap is {self.softcap}; 0 turns it off.")
         require(self.rotary_base > 1, f"architecture.rotary_base is {self.rotary_base}; it must be above 1.")

@@ -35,6 +35,7 @@ class Config:
     smear: bool = True
     residual_mix: bool = True
     value_embeddings: bool = True
+    key_offset: bool = False
     backout: bool = True
     qk_norm: bool = True
     softcap: float = 15.0
@@ -167,10 +168,18 @@ def forward(
         q, k = (rotary(y, positions, config.rotary_base) for y in (q, k))
         if config.qk_norm:
             q, k = 1.2 * norm(q), 1.2 * norm(k)
+        last = k[:, -1:]
+        if config.key_offset:  # half of the channels, the slower rotary pairs, are those of the token before
+            first = past[f"blocks_{layer}"][2] if past else jnp.zeros_like(last)
+            previous = jnp.concatenate([first, k[:, :-1]], axis=1)
+            if documents is not None:
+                previous *= jnp.pad(documents[:, 1:] == documents[:, :-1], ((0, 0), (1, 0)))[..., None, None]
+            half = config.head_dim // 2
+            k = jnp.where(jnp.arange(config.head_dim) % half >= half // 2, previous, k)
         if past:
-            old_k, old_v = past[f"blocks_{layer}"]
+            old_k, old_v, _ = past[f"blocks_{layer}"]
             k, v = jnp.concatenate([old_k, k], axis=1), jnp.concatenate([old_v, v], axis=1)
-        cache[f"blocks_{layer}"] = (k, v)
+        cache[f"blocks_{layer}"] = (k, v, last)
         distance = order[:, None] - jnp.arange(k.shape[1])  # (T, S): how far back a key lies
         allowed = (distance >= 0) & (distance < (config.window_of(layer) or k.shape[1]))
         allowed = jnp.broadcast_to(allowed, (rows, *allowed.shape))

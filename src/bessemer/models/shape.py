@@ -69,6 +69,7 @@ class Shape:
     lookup: LookupShape | None = None
     experts: ExpertShape | None = None
     bigram_rows: int = 0
+    key_offset: bool = False
 
     mlp_matrices: ClassVar[int] = 2
 

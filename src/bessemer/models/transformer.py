@@ -26,6 +26,7 @@ from bessemer.kernels.norms import choose_kernels
 from bessemer.losses.cross_entropy import Projection, cross_entropy, soft_cap, target_weights
 from bessemer.losses.further_tokens import further_loss
 from bessemer.models.cache import Cache, begin, empty_cache, held_positions, unwrite, write
+from bessemer.models.key_offset import attend_with_offset, leave_waiting, offset_keys, unwrite_offset, waiting_key
 from bessemer.models.layers import TENSOR_NAMES, Attend, remat_names
 from bessemer.models.lora import drops
 from bessemer.models.moe import APART, CHOSEN, EXPERT_IDS, ROUTING, Stats, Watch, router_sums
@@ -323,7 +324,7 @@ class Transformer(Model):
 
     def _attend(self, window: int | None, documents: Array | None) -> Attend:
         """Return the attention of one layer over whole rows."""
-        return partial(
+        attend = partial(
             attention,
             window=window,
             segment_ids=documents,
@@ -331,6 +332,7 @@ class Transformer(Model):
             max_documents=0 if documents is None else self.document_slots(len(documents)),
             softcap=self._attention_cap(),
         )
+        return partial(attend_with_offset, attend, documents) if self.shape.key_offset else attend
 
     def document_slots(self, rows: int) -> int:
         """Return the most documents that `rows` rows hold together; 0 = any number."""
@@ -405,7 +407,8 @@ class Transformer(Model):
         s = self.shape
         dtype = dtype or self.compute_dtype
         bigrams = s.bigram_rows > 0
-        return empty_cache(s.windows, batch, length, s.kv_heads, s.head_dim, s.remembered, dtype, bigrams)
+        sizes = (s.kv_heads, s.head_dim, s.remembered)
+        return empty_cache(s.windows, batch, length, *sizes, dtype, bigrams, int(s.key_offset))
 
     def decode(
         self, input_ids: Array, cache: Cache, lengths: Array | None = None, last_only: bool = False
@@ -439,6 +442,7 @@ class Transformer(Model):
             previous=jnp.where(added[:, None] > 0, newest, cache.previous),
             last=_last_token(input_ids, added, cache.last),
             states=tuple(states),
+            spare=cache.spare,
         )
 
     def _recur_cache(self, state: tuple[Array, ...], added: Array, states: list[tuple[Array, ...]]) -> Attend:
@@ -462,10 +466,12 @@ class Transformer(Model):
         """
         n, added = input_ids.shape[1], cache.lengths - before.lengths
 
-        def restored(stores: tuple[Array, ...], old: tuple[Array, ...]) -> tuple[Array, ...]:
+        def restored(
+            stores: tuple[Array, ...], old: tuple[Array, ...], take_back: Callable[..., Array] = unwrite
+        ) -> tuple[Array, ...]:
             pairs = zip(self.shape.windows, stores, old, strict=True)
             return tuple(
-                store if window is None else unwrite(store, held, before.lengths, added, kept, n)
+                store if window is None else take_back(store, held, before.lengths, added, kept, n)
                 for window, store, held in pairs
             )
 
@@ -475,11 +481,12 @@ class Transformer(Model):
             newest = self._embed(last)[:, 0, : previous.shape[-1]].astype(previous.dtype)
             previous = jnp.where(kept[:, None] > 0, newest, previous)
         return Cache(
-            keys=restored(cache.keys, before.keys),
+            keys=restored(cache.keys, before.keys, unwrite_offset if self.shape.key_offset else unwrite),
             values=restored(cache.values, before.values),
             lengths=before.lengths + kept,
             previous=previous,
             last=_last_token(input_ids, kept, before.last),
+            spare=cache.spare,
         )
 
     def shorten(self, cache: Cache, last: Array, lengths: Array) -> Cache:
@@ -493,7 +500,7 @@ class Transformer(Model):
             previous = jnp.where(cut, newest, previous)
         if token.shape[-1]:
             token = jnp.where(cut, last[:, None].astype(token.dtype), token)
-        return Cache(cache.keys, cache.values, lengths, previous, token, states=cache.states)
+        return Cache(cache.keys, cache.values, lengths, previous, token, states=cache.states, spare=cache.spare)
 
     def _record(self, seen: Stats) -> None:
         """Note the experts that a layer chose, if the caller of `decode` makes ROUTING mutable."""
@@ -519,8 +526,12 @@ class Transformer(Model):
             out, *stored = decode_attention(*tokens, *old, cache.lengths, added)
             stores.append(tuple(stored))
             return out[:, None]
-        put = begin if cache.empty else write
+        put, own = begin if cache.empty else write, k
+        if self.shape.key_offset:
+            k = offset_keys(k, ops.shift(k, waiting_key(old[0], cache.lengths).astype(k.dtype), "kv"))
         keys, values = (put(store, new, cache.lengths, added) for store, new in zip(old, (k, v), strict=True))
+        if self.shape.key_offset:
+            keys = leave_waiting(keys, own, cache.lengths, added)
         stores.append((keys, values))
         if cache.empty:
             cap = self._attention_cap()
@@ -544,7 +555,7 @@ class Transformer(Model):
         chosen = choose_kernels(self.kernels, self.compute_dtype) == "pallas"
         alone = shards("batch") * shards("kv") == 1
         s = self.shape
-        if self._attention_cap() or self._has_sinks():  # the kernel has neither
+        if self._attention_cap() or self._has_sinks() or s.key_offset:  # the kernel has none of them
             return False
         return chosen and alone and suits_decode(s.head_dim, s.heads // s.kv_heads)
 
