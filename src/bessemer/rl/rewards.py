@@ -27,7 +27,7 @@ import numpy as np
 
 from bessemer.errors import BessemerError, InputError, TrainingError
 from bessemer.registry import rewards
-from bessemer.user_code import label
+from bessemer.user_code import label, line_of
 
 Reward = Callable[..., Sequence[float]]
 
@@ -137,8 +137,10 @@ class Rewards:
         except BessemerError:
             raise
         except (Exception, SystemExit) as error:  # any code of the user's; test runners end with SystemExit
+            line, _ = line_of(error)
+            where = "" if line is None else f" ({line})"
             raise TrainingError(
-                f"the reward '{spec.label}' failed: {type(error).__name__}: {error}. It was called with "
+                f"the reward '{spec.label}' failed: {type(error).__name__}: {error}{where}. It was called with "
                 f"{len(completions)} completions and the columns {', '.join(sorted(kept)) or '(none)'}."
             ) from error
         return checked(spec.label, found, completions)
