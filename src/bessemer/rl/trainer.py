@@ -274,7 +274,8 @@ class GRPOTrainer(BaseTrainer[GRPOTrainerConfig, M], Generic[M]):
         self.rollout = self._packed = None
         if self.pass_rates is not None:
             self.pass_rates.forget()
-        self.__dict__.pop("ahead", None)  # created again at its next use; nobody waits for its thread
+        if (ahead := self.__dict__.pop("ahead", None)) is not None:  # created again at its next use
+            ahead.drop()
 
     def prefetcher(self, step: int) -> Prefetcher:
         """Online, batches are not made ahead of use: a rollout is sampled from the live parameters."""
