@@ -128,6 +128,13 @@ def test_a_bad_reward_ends_the_run_with_its_name(name, says):
     assert error.value.exit_code == 3
 
 
+def test_a_reward_that_fails_is_named_with_its_line(tmp_path):
+    file = tmp_path / "failing_reward.py"
+    file.write_text("def late(prompts, completions, **columns):\n    return [1 / len(prompts[0][4:])]\n")
+    with pytest.raises(TrainingError, match=r"ZeroDivisionError: .* \(.*failing_reward.py line 2\)\. It was called"):
+        score([f"{file}:late"], ["a"])
+
+
 def test_sums_that_overflow_end_the_run_and_weights_that_are_nan_are_refused():
     with pytest.raises(TrainingError, match="the rewards sum to"):
         score([{"name": f"{__name__}:huge", "weight": 10.0}], ["a"])

@@ -92,6 +92,17 @@ def test_solved_and_hopeless_prompts_rest_and_come_back() -> None:
     assert all(place != 4 for number in (6, 7, 8) for _, place in made.others(number, 1))
 
 
+def test_episodes_that_failed_are_no_part_of_a_pass_rate() -> None:
+    """Their rewards are the mean of all others, so that a solved prompt would look unsolved and a broken one solved."""
+    cats = source()
+    rates = ByPassRate(0.0, 1.0, 3, [cats])
+    rates.measure(4, [(cats, 2), (cats, 3)], np.array([0.5, 0.7, 0.5, 0.7]))
+    kept = np.array([True, False, False, False])
+    rates.measure(5, [(cats, 2), (cats, 3)], np.array([1.0, 0.4, 0.4, 0.4]), kept)
+    assert rates.rates[0][2] == 1 and rates.when[0][2] == 5
+    assert rates.rates[0][3] == 0.6 and rates.when[0][3] == 4
+
+
 def test_measured_rates_are_read_back_exactly_and_damage_is_named(tmp_path: Path) -> None:
     cats = source()
     one, two = ByPassRate(0, 1, 3, [cats]), ByPassRate(0, 1, 3, [cats])

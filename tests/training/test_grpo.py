@@ -22,6 +22,7 @@ from bessemer.generate.weights import Quantizer
 from bessemer.report.metrics import MetricsFile
 from bessemer.rl import sampler
 from bessemer.rl.prompts import end_ids
+from bessemer.rl.rewards import Rewards, RewardSpec
 from bessemer.storage.artifacts import ROLLOUT
 from bessemer.topology import TopologySettings, make_topology
 from bessemer.training import feed, launch
@@ -41,6 +42,10 @@ def unlucky(prompts: Any, completions: Any, **columns: Any) -> list[float]:
 
 async def later(prompts: Any, completions: Any, **columns: Any) -> list[float]:
     return [0.0] * len(completions)
+
+
+def huge(prompts: Any, completions: Any, **columns: Any) -> list[float]:
+    return [1e200 * n for n in range(len(completions))]
 
 
 def narrow(prompts: Any, completions: Any, scale: float = 1.0) -> list[float]:
@@ -394,6 +399,13 @@ def test_a_reward_that_fails_ends_the_run_with_its_name(settings: dict[str, Any]
     with pytest.raises(InputError, match="--trust"):  # code is not imported for a run from elsewhere
         (trainer.run_directory.path / "origin.json").unlink()
         launch.reopen(trainer.run_directory.path)
+
+
+def test_a_reward_beyond_32_bits_ends_the_run(whole: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Divided by a deviation that overflows it would be an advantage of 0, and otherwise a loss of NaN."""
+    monkeypatch.setattr(whole.sampler, "rewards", Rewards([RewardSpec(f"{HERE}:huge")]))
+    with whole.topology.scope(), pytest.raises(TrainingError, match=r"has a reward of 1\.5e\+201"):
+        whole.sampler.rollout(9)
 
 
 @pytest.mark.slow

@@ -31,7 +31,7 @@ from bessemer.rl.prompts import (
     read_rows,
     read_split,
 )
-from bessemer.rl.rollout import FIELDS, Passes, Rollout, check_rollout, completion_rows, spread
+from bessemer.rl.rollout import FIELDS, Passes, Rollout, check_rollout, completion_rows, fit_routes, spread
 from bessemer.storage.weights import to_bytes
 
 
@@ -213,6 +213,17 @@ def test_prompts_are_a_function_of_the_rollout_and_the_seed():
     assert one.columns == ["answer", "prompt"]  # not one that a single row has
     assert one.partial_columns == {"rare": "9 of 10 rows lack it, first cats row 1"}
     assert one.fingerprint == same.fingerprint != other.fingerprint
+
+
+def test_a_saved_rollout_fits_whether_experts_are_replayed() -> None:
+    made, fields = rollout(False), {EXPERT_IDS: EXPERTS[EXPERT_IDS]}
+    fit_routes(made.rows, fields)
+    assert made.rows[EXPERT_IDS].shape == (4, 6, 2, 1) and (made.rows[EXPERT_IDS] == -1).all()
+    made.rows[EXPERT_IDS][:] = 2
+    fit_routes(made.rows, fields)
+    assert (made.rows[EXPERT_IDS] == 2).all(), "recorded ones stay"
+    fit_routes(made.rows, {})
+    assert EXPERT_IDS not in made.rows, "scoring would replay them, and training would not"
 
 
 STORED = {"prompt": "hi", "completions": [[1, 2], [3, 4]], "rewards": [0, 1], "logprobs": [[-1, -1], [-1, -1]]}

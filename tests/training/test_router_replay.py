@@ -20,7 +20,7 @@ from bessemer.models.llama import Llama
 from bessemer.models.moe import EXPERT_IDS, ROUTING, recorded
 from bessemer.rl import sampler
 from bessemer.rl.prompts import end_ids
-from bessemer.rl.rollout import Rollout
+from bessemer.rl.rollout import Rollout, fit_routes
 from bessemer.storage.artifacts import ROLLOUT
 from bessemer.topology import TopologySettings, make_topology
 from bessemer.training import launch
@@ -60,6 +60,43 @@ def whole(settings: dict[str, Any], on_one_device: None, tmp_path_factory: pytes
     trainer = launch.build_trainer(None, settings, name="whole", root=tmp_path_factory.mktemp("runs"))
     trainer.run()
     return trainer
+
+
+@pytest.fixture(scope="module")
+def everything(settings: dict[str, Any]) -> dict[str, Any]:
+    """Sampled one rollout ahead, prompts by pass rate, packed, with a penalty and a target for the entropy."""
+    return settings | {
+        "model.depth": 1,
+        "grpo.staleness": 1,
+        "grpo.pack": True,
+        "grpo.curriculum": "pass_rate",
+        "grpo.pass_rate_low": -0.5,
+        "grpo.pass_rate_high": 0.3,
+        "grpo.overlong_penalty": 0.5,
+        "grpo.entropy_target": 2.0,
+        "logging.checkpoint_interval": 1,
+    }
+
+
+@pytest.mark.slow
+def test_stopped_with_every_part_of_a_rollout_and_resumed(everything: dict[str, Any], tmp_path: Path) -> None:
+    """At step 3 of 6, with four steps per rollout: one rollout is in use, one is sampled ahead, rates are measured. A
+    branch without the replay of experts then trains on what was sampled with it, by its own routers."""
+    whole = launch.build_trainer(None, everything, name="whole", root=tmp_path)
+    whole.run()
+    with pytest.raises(Stopped):
+        launch.build_trainer(None, everything, name="part", root=tmp_path, callbacks=[StopAt(3)]).run()
+    again = launch.reopen(tmp_path / "part")
+    assert again.step == 3 and again.rollout is not None and again.ahead is not None and again.ahead.next is not None
+    assert EXPERT_IDS in again.rollout.rows and EXPERT_IDS in again.ahead.next.rollout.rows
+    again.run()
+    assert_same(again, whole)
+    for replayed in (False, True):
+        branch = launch.reopen(tmp_path / "part", {"grpo.router_replay": replayed}, step=3, change=True)
+        assert (EXPERT_IDS in branch.ahead.next.rollout.rows) == replayed
+        branch.run()
+        last = rows(tmp_path / "part")[-1]
+        assert last["step"] == 6 and np.isfinite(last.get("loss", 0.0))
 
 
 def another(whole: Any, **changes: Any) -> sampler.Sampler:
@@ -153,7 +190,7 @@ def test_the_saved_rollout_has_the_choices_and_one_without_is_trained_with(whole
     del saved.rows[EXPERT_IDS]  # a checkpoint of before the setting
     (tmp_path / ROLLOUT.name).write_bytes(saved.to_bytes())
     whole.rollout, kept = Rollout.load(tmp_path / ROLLOUT.name), whole.rollout
-    whole.add_missing_routes()
+    fit_routes(whole.rollout.rows, whole.route_fields)
     assert (whole.rollout.rows[EXPERT_IDS] == -1).all() and whole.batch(step=3)[EXPERT_IDS].shape[1:] == (48, 2, 2)
     whole.rollout = kept
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import json
 import threading
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,7 +20,7 @@ from tests.training.test_training_resume import StopAt, assert_same, one_device,
 from bessemer.errors import InputError, Stopped, StorageError, TrainingError
 from bessemer.models.llama import Llama
 from bessemer.report.metrics import MetricsFile
-from bessemer.rl.ahead import AheadOfTraining, check_ahead
+from bessemer.rl.ahead import AheadOfTraining, Background, Sampled, check_ahead
 from bessemer.rl.rollout import FIELDS, TOKEN_FIELDS, Rollout
 from bessemer.rl.sampler import Laps, Sampler
 from bessemer.storage.artifacts import ROLLOUT, ROLLOUT_AHEAD
@@ -175,6 +176,24 @@ def ahead(**changes: Any) -> Rollout:
         else:
             getattr(made, part)[key] = value
     return made
+
+
+@pytest.mark.parametrize("how", ["return", "raise"])
+def test_a_rollback_waits_for_rewards_that_are_being_computed(how: str, tmp_path: Path) -> None:
+    """The next call of a reward would otherwise run beside the one that nobody needs any more."""
+    ended: list[str] = []
+
+    def rewards() -> str:
+        time.sleep(0.2)
+        ended.append(how)
+        if how == "raise":
+            raise ValueError("no such key")
+        return ""
+
+    made = AheadOfTraining(lambda: pytest.fail("nothing is sampled"))
+    made.next = Sampled(ahead(), call=Background(rewards))
+    made.load(tmp_path)
+    assert ended == [how] and made.next is None
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ Rollout k was drawn by μ, the sampler with θ_{k−1}; π_old is a training pas
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import queue
 import threading
@@ -198,8 +199,17 @@ class AheadOfTraining:
 
     def load(self, folder: Path) -> None:
         """Continue with what a checkpoint holds."""
+        self.drop()
         path = folder / FILE
         self.next = Sampled(Rollout.load(path)) if path.is_file() else None
+
+    def drop(self) -> None:
+        """Forget the rollout sampled ahead, as a rollback does, once its rewards have returned or failed: rewards are
+        user code, and one call at a time is made."""
+        one, self.next = self.next, None
+        if one is not None and one.call is not None:
+            with contextlib.suppress(Exception):
+                one.call.result()
 
     @property
     def waiting(self) -> str:

@@ -85,11 +85,17 @@ class ByPassRate:
         settled = (rates <= self.low) | (rates >= self.high)  # NaN is neither
         return ~(settled & (number - when <= self.rest))
 
-    def measure(self, number: int, chosen: Sequence[tuple[Source, int]], rewards: np.ndarray) -> None:
-        """Note the rewards of rollout `number`, (prompts · G,), group by group."""
-        means = rewards.reshape(len(chosen), -1).mean(axis=1)
-        for (source, place), mean in zip(chosen, means.tolist(), strict=True):
-            self.rates[source.number][place], self.when[source.number][place] = mean, number
+    def measure(
+        self, number: int, chosen: Sequence[tuple[Source, int]], rewards: np.ndarray, kept: np.ndarray | None = None
+    ) -> None:
+        """Note the rewards of rollout `number`, (prompts · G,), group by group. kept: (prompts · G,) bool, those that
+        were earned; a prompt without one is not measured. None: all."""
+        grouped = rewards.reshape(len(chosen), -1)
+        counted = np.ones(grouped.shape, bool) if kept is None else kept.reshape(grouped.shape)
+        for (source, place), values, counts in zip(chosen, grouped, counted, strict=True):
+            if counts.any():
+                self.rates[source.number][place] = values[counts].mean()
+                self.when[source.number][place] = number
 
     def to_bytes(self) -> bytes:
         """Return what is measured as safetensors."""

@@ -251,17 +251,20 @@ class EpisodeSampler(Sampler):
         return self.averaged(played, total), {name: self.averaged(played, values) for name, values in each.items()}
 
     def averaged(self, samples: Sequence[Sample], values: np.ndarray) -> np.ndarray:
-        kept = np.array([sample.kept for sample in _episodes(samples)])
+        kept = self.kept(samples)
         return np.where(kept, values, values[kept].mean() if kept.any() else 0.0)
+
+    def kept(self, samples: Sequence[Sample]) -> np.ndarray:
+        return np.array([sample.kept for sample in _episodes(samples)])
 
     def advantages(self, samples: Sequence[Sample], grouped: np.ndarray) -> np.ndarray:
         assert isinstance(self.policy, GrpoSettings)
-        kept = np.array([sample.kept for sample in _episodes(samples)]).reshape(grouped.shape)
+        kept = self.kept(samples).reshape(grouped.shape)
         return group_advantages(grouped, self.policy.baseline, self.policy.scale, kept)
 
     def flat(self, samples: Sequence[Sample], grouped: np.ndarray) -> np.ndarray:
         """Episodes that failed are not compared."""
-        kept = np.array([sample.kept for sample in _episodes(samples)]).reshape(grouped.shape)
+        kept = self.kept(samples).reshape(grouped.shape)
         return np.array([len(np.unique(rewards[counts])) < 2 for rewards, counts in zip(grouped, kept, strict=True)])
 
     def take(self, samples: Sequence[Sample]) -> None:

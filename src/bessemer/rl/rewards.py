@@ -138,9 +138,10 @@ class Rewards:
             raise
         except (Exception, SystemExit) as error:  # any code of the user's; test runners end with SystemExit
             line, _ = line_of(error)
+            where = "" if line is None else f" ({line})"
             raise TrainingError(
-                f"the reward '{spec.label}' failed: {type(error).__name__}: {error}{f' ({line})' if line else ''}. It "
-                f"was called with {len(completions)} completions and the columns {', '.join(sorted(kept)) or '(none)'}."
+                f"the reward '{spec.label}' failed: {type(error).__name__}: {error}{where}. It was called with "
+                f"{len(completions)} completions and the columns {', '.join(sorted(kept)) or '(none)'}."
             ) from error
         return checked(spec.label, found, completions)
 

@@ -63,6 +63,15 @@ def route_rows(routes: Sequence[np.ndarray | None], fields: Fields) -> dict[str,
     return rows
 
 
+def fit_routes(rows: dict[str, np.ndarray], fields: Fields) -> None:
+    """Make saved rows fit whether the run replays experts. fields: `routes_fields` of the run. Where none are recorded
+    the routers choose, and recorded ones that are not replayed are dropped: scoring would replay them."""
+    if EXPERT_IDS in fields and EXPERT_IDS not in rows:
+        rows |= route_rows([None] * len(rows["input_ids"]), fields)
+    if EXPERT_IDS not in fields:
+        rows.pop(EXPERT_IDS, None)
+
+
 def row_types(policy: SampledSettings) -> dict[str, Any]:
     """Return the dtype of every field of a row; only reinforcement has the last two."""
     return FIELDS if isinstance(policy, GrpoSettings) else TOKEN_FIELDS

@@ -23,7 +23,7 @@ import numpy as np
 
 from bessemer.data import key_of
 from bessemer.data.rows.rows import COMPLETIONS, Fields, fields_of
-from bessemer.errors import InputError
+from bessemer.errors import InputError, TrainingError
 from bessemer.generate import Engine, Request, Result, Sample, SamplingOptions
 from bessemer.generate.decoder import bucket, end_tokens
 from bessemer.generate.engine import round_of
@@ -59,6 +59,7 @@ from bessemer.training.validation import added
 REWARD_SECONDS = 4 * 3600.0  # how long the other processes wait for rewards; a lost process is noticed sooner
 ROLLOUT = "rollout"  # the purpose of its seeds
 SCORED = ("advantages", "old_logprobs")  # fields of a row that are made after scoring
+LARGEST_REWARD = 1e37  # a tenth of float32's range: advantages are differences, times importance weights
 NOTHING: Mapping[str, float] = {}
 CAPACITY_STEP = 64  # a row of the sampler's cache has a multiple of it: the decode kernel's block
 
@@ -307,13 +308,18 @@ class Sampler:
         metrics = made.metrics | {name: float(each.mean()) for name, each in named.items()}
         if isinstance(self.policy, GrpoSettings):
             grouped = rewards["reward"].reshape(-1, self.settings.group_size)
+            if (largest := float(np.abs(grouped).max())) > LARGEST_REWARD:
+                raise TrainingError(
+                    f"rollout {made.number} has a reward of {largest:g}, and advantages are numbers of 32 bits: lower "
+                    "the weights of grpo.rewards, or bound what they return."
+                )
             rows["advantages"][:] = self.advantages(samples, grouped).reshape(-1, 1)
             self.show(f"log-probabilities of {len(rows['input_ids'])} completions")
             rows["old_logprobs"], weights, gap = self.old_logprobs(rows, made.drawn["model"], made.drawn["policy"])
             rows["advantages"] *= weights
             metrics |= {
                 "reward_std": float(grouped.std(axis=1).mean()),
-                "flat_groups": float((np.ptp(grouped, axis=1) == 0).mean()),
+                "flat_groups": float(self.flat(samples, grouped).mean()),
                 **more,
                 **gap,
             }
@@ -330,13 +336,18 @@ class Sampler:
         self.show(f"rewards of {len(samples)} completions")
         total, each = self.judge(chosen, samples, self.settings.group_size)
         rewards = self.penalized(total, each, [sample.length for sample in samples])
-        self.measure(number, chosen, rewards["reward"])
+        self.measure(number, chosen, rewards["reward"], self.kept(samples))
         return rewards
 
-    def measure(self, number: int, chosen: Chosen, rewards: np.ndarray) -> None:
-        """Note how well the prompts are answered, for grpo.curriculum=pass_rate. rewards: (prompts · G,)."""
+    def measure(self, number: int, chosen: Chosen, rewards: np.ndarray, kept: np.ndarray | None = None) -> None:
+        """Note how well the prompts are answered, for grpo.curriculum=pass_rate. rewards: (prompts · G,); kept: those
+        that count, None: all."""
         if isinstance(self.plan.curriculum, ByPassRate):
-            self.plan.curriculum.measure(number, chosen, rewards)
+            self.plan.curriculum.measure(number, chosen, rewards, kept)
+
+    def kept(self, samples: Sequence[Sample]) -> np.ndarray | None:
+        """Return which samples earned their reward, (n,) bool; None: all."""
+        return None
 
     def penalized(
         self, total: np.ndarray, each: dict[str, np.ndarray], lengths: Sequence[int]

@@ -34,7 +34,7 @@ from bessemer.rl.packing import check_packing, pack_fields, pack_rows
 from bessemer.rl.prompts import PromptPlan, StoredPlan, build_prompts, build_stored
 from bessemer.rl.resample import check_resampling
 from bessemer.rl.rewards import Rewards, RewardSpec
-from bessemer.rl.rollout import GRPOTrainerConfig, Rollout, check_rollout, route_rows, routes_fields, row_types
+from bessemer.rl.rollout import GRPOTrainerConfig, Rollout, check_rollout, fit_routes, routes_fields, row_types
 from bessemer.rl.sampler import REWARD_SECONDS, Laps, Sampler, check_sampler
 from bessemer.rl.shaping import check_penalty
 from bessemer.rl.unused import unused_settings
@@ -280,7 +280,8 @@ class GRPOTrainer(BaseTrainer[GRPOTrainerConfig, M], Generic[M]):
         self.rollout = self._packed = None
         if self.pass_rates is not None:
             self.pass_rates.forget()
-        self.__dict__.pop("ahead", None)  # created again at its next use; nobody waits for its thread
+        if (ahead := self.__dict__.pop("ahead", None)) is not None:  # created again at its next use
+            ahead.drop()
 
     def prefetcher(self, step: int) -> Prefetcher:
         """Online, batches are not made ahead of use: a rollout is sampled from the live parameters."""
@@ -416,7 +417,7 @@ class GRPOTrainer(BaseTrainer[GRPOTrainerConfig, M], Generic[M]):
         self.rollout = Rollout.load(path) if path.is_file() else None
         if self.rollout is not None and not self.offline:
             check_rollout(self.rollout, path, self.passes.rows, self.saved_fields, self.model_parts.model)
-        self.add_missing_routes()
+            fit_routes(self.rollout.rows, self.route_fields)
         agree("the rollout in use", "none" if self.rollout is None else f"rollout {self.rollout.number}")
         if self.pass_rates is not None and not self.pass_rates.load(files.path(step)):
             self.say(f"note: no pass rates of these prompts are in checkpoint {step}; they are measured from here on")
@@ -426,10 +427,5 @@ class GRPOTrainer(BaseTrainer[GRPOTrainerConfig, M], Generic[M]):
                 ahead, path = self.ahead.next.rollout, ROLLOUT_AHEAD.path(files.path(step))
                 size, model = self.settings.group_size, self.model_parts.model
                 check_ahead(ahead, path, self.passes.rows, size, self.saved_fields, model)
+                fit_routes(ahead.rows, self.route_fields)
             agree("the rollout sampled ahead", self.ahead.waiting)
-
-    def add_missing_routes(self) -> None:
-        """Let routers choose in a rollout that was saved without experts to replay."""
-        if self.rollout is not None and not self.offline and self.route_fields.keys() - self.rollout.rows.keys():
-            nothing = [None] * len(self.rollout.rows["input_ids"])
-            self.rollout.rows |= route_rows(nothing, self.route_fields)
