@@ -293,6 +293,10 @@ def test_names_of_the_hub_get_its_prefix(tmp_path: Path, monkeypatch: pytest.Mon
         find_run("Qwen/Qwen2.5-0.5B")
     with pytest.raises(InputError, match="hub is named hf:trl-lib/Capybara"):
         find_files("trl-lib/Capybara")
+    for name in ("a.txt", "b.txt"):
+        (tmp_path / name).touch()
+    with pytest.raises(InputError, match=r"For several, write \[a\.txt,b\.txt\]\."):
+        find_files("a.txt,b.txt")
 
 
 def test_flags_without_a_schema() -> None:
