@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import json
 import re
 import shlex
@@ -120,6 +121,7 @@ def names_own_code(dataset: str) -> bool:
     """Return whether the name of a dataset stands for code of the user's, which an evaluation never imports."""
     if dataset in datasets:
         function = datasets.get(dataset)
+        function = function.func if isinstance(function, functools.partial) else function
         return str(getattr(function, "__module__", "")).partition(".")[0] != "bessemer"
     return is_code(dataset)
 
