@@ -19,6 +19,7 @@ from tests.processes import TIMEOUT
 from bessemer.checkpoint import Checkpoints
 from bessemer.checkpoint import store as store_module
 from bessemer.errors import StorageError
+from bessemer.storage.files import storage
 
 SAVER = """
 import sys
@@ -146,6 +147,13 @@ def test_a_vanished_directory_is_not_recreated_silently(tmp_path):
         store.save(2, {"a": jnp.ones(3)})
     with pytest.raises(StorageError, match="vanished"):
         Checkpoints(tmp_path / "gone" / "c").save(1, {"a": jnp.ones(3)})
+
+
+def test_a_file_in_the_way_of_a_directory_is_not_blamed_on_the_disk(tmp_path):
+    (tmp_path / "runs").touch()
+    for place in (tmp_path / "runs", tmp_path / "runs" / "below"):
+        with pytest.raises(StorageError, match="choose another path"), storage("cannot create the directory"):
+            place.mkdir(parents=True, exist_ok=True)
 
 
 def test_a_read_only_directory_is_a_storage_error(tmp_path):

@@ -191,6 +191,11 @@ def test_a_setting_of_another_section_is_found(key: str, hint: str) -> None:
     assert schema("quickstart").unknown(key.replace(".", "/"), 3).endswith(hint)
 
 
+@pytest.mark.parametrize("words", ["quickstart training.steps", "training.steps", "training.steps model.depth=2"])
+def test_a_setting_without_a_value_is_not_taken_for_a_recipe(words: str) -> None:
+    assert refused(*words.split()) == "the setting 'training.steps' has no value: write training.steps=VALUE."
+
+
 def test_several_unknown_settings_are_named_at_once() -> None:
     message = refused("training.lora_rank=8", "training.rank=4", "zzz=1", "model.stepz=3")
     for key in ("training.lora_rank", "training.rank", "zzz", "model.stepz"):
@@ -288,6 +293,10 @@ def test_names_of_the_hub_get_its_prefix(tmp_path: Path, monkeypatch: pytest.Mon
         find_run("Qwen/Qwen2.5-0.5B")
     with pytest.raises(InputError, match="hub is named hf:trl-lib/Capybara"):
         find_files("trl-lib/Capybara")
+    for name in ("a.txt", "b.txt"):
+        (tmp_path / name).touch()
+    with pytest.raises(InputError, match=r"For several, write \[a\.txt,b\.txt\]\."):
+        find_files("a.txt,b.txt")
 
 
 def test_flags_without_a_schema() -> None:

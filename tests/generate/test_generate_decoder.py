@@ -7,8 +7,10 @@ import pytest
 
 from bessemer.errors import InputError
 from bessemer.generate.decoder import Decoder, bucket, crop
+from bessemer.generate.engine import Engine
 from bessemer.generate.sampling import SamplingOptions
 from bessemer.models.gpt import GPT
+from bessemer.models.protocol import LanguageModel
 from tiny_run import random_params
 
 BLOCK = 32
@@ -159,3 +161,11 @@ def test_a_sharded_model_gives_the_same_tokens(model, params, decoder):
 def test_buckets():
     assert [bucket(n, 512) for n in (1, 16, 17, 100, 512)] == [16, 16, 32, 128, 512]
     assert bucket(30, 24) == 24
+
+
+def test_a_model_that_cannot_decode_is_refused_by_name():
+    """As a model of one's own is, before anything is compiled."""
+    with pytest.raises(InputError, match="class LanguageModel cannot write text: it has no `decode` and `init_cache`"):
+        Decoder(LanguageModel(vocab_size=97, block_size=BLOCK))
+    with pytest.raises(InputError, match="cannot write text"):
+        Engine(LanguageModel(vocab_size=97, block_size=BLOCK), {})

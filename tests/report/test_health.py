@@ -76,3 +76,11 @@ def test_steps_that_are_no_numbers_are_left_out_of_the_report(step, metric, tmp_
     rows = [{"step": step, metric: value, "skipped_steps": step} for value in (4.0, 2.0, 3.0)]
     run.metrics.write_text("".join(json.dumps(row) + "\n" for row in rows))
     assert write_report(run, curves=False).is_file()
+
+
+def test_rewards_that_never_differ_are_a_trouble() -> None:
+    """The loss of such a run says nothing, and its held-out reward may not exist."""
+    health = judged(reward=(0.0, 0.0), flat_groups=(1.0, 1.0), loss_smooth=(1e-9, 1e-8))
+    assert not health.good and "nothing to learn" in health.words
+    assert health.words.startswith("The reward of sampled answers was 0 at the start and is 0")
+    assert judged(reward=(0.1, 0.5), flat_groups=(1.0, 0.8)).good

@@ -14,7 +14,8 @@ from bessemer.console import wrapped
 from bessemer.errors import runnable
 from bessemer.job import RunDirectory
 from bessemer.registry import datasets, models, objectives
-from bessemer.training.console.output import Output, next_commands
+from bessemer.training.console.output import Output, names_own_code, next_commands, reward_line
+from bessemer.training.console.progress import facts
 from bessemer.training.launch import build_trainer
 
 NOTE = "note       the same data 20 times: small corpora overfit, and validation gets worse while training goes on"
@@ -110,3 +111,18 @@ def test_the_next_commands_of_a_run_with_own_parts_work_on_it(
             for name in ("own_bigram", "own_counting", "own_goal"):
                 table._entries.pop(name, None)
         sys.modules.pop("own_next", None)
+
+
+def test_a_run_that_learns_nothing_from_its_rewards_says_so() -> None:
+    rows = [{"step": step, "loss": 0.0, "reward": 0.0, "flat_groups": 1.0} for step in (1, 2)]
+    first, warning = reward_line(rows)
+    assert first == "reward of sampled answers: 0.000 at step 1, 0.000 at step 2"
+    assert warning.startswith("warning: In every group all answers had the same reward")
+    assert facts(rows[0]).startswith("loss 0.0000  reward 0.000")
+    mixed = [*rows, {"step": 3, "reward": 0.5, "flat_groups": 0.5, "val_reward": 0.25}]
+    assert reward_line(mixed) == ["reward on held-out prompts, greedy: 0.250 at step 3, 0.250 at step 3"]
+
+
+def test_no_shipped_dataset_is_taken_for_code_of_the_users() -> None:
+    assert not any(map(names_own_code, ("python-stdlib", "toy-text", "gsm8k")))
+    assert names_own_code("my_parts.py:texts") and not names_own_code("corpus.txt")

@@ -55,6 +55,10 @@ def split_words(words: tuple[str, ...]) -> tuple[str, list[str]]:
 
     refuse_flags(words, schema)
     recipes, overrides = parted(words)
+    for word in recipes:
+        named = "." in word and Path(word).suffix not in (".yaml", ".yml") and not Path(word).exists()
+        if named and word in schema([other for other in recipes if other != word][:1]):
+            raise InputError(f"the setting '{word}' has no value: write {word}=VALUE.")
     if len(recipes) > 1:
         for word in recipes:
             if Path(word).exists() and Path(word).suffix not in (".yaml", ".yml") and not is_shipped_recipe(word):

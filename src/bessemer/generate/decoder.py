@@ -22,6 +22,7 @@ from bessemer.generate.rows import Asked, Output, Text, begin_rows, decode_block
 from bessemer.generate.sampling import Filters, SamplingOptions, Way, way_of
 from bessemer.generate.speculate import Speculation, speculate_block
 from bessemer.models.llama import Llama
+from bessemer.models.protocol import check_decodes
 from bessemer.topology import CompiledTogether
 
 SMALLEST = 16  # the shortest bucket of prompts and of new tokens
@@ -68,6 +69,7 @@ class Decoder:
     ):
         if speculate is not None:
             speculate.check(model)
+        check_decodes(model)
         self.model, self.pad_id, self.end_ids, self.fetch = model, pad_id, tuple(end_ids), fetch
         static = ("tokens", "way")
         program = jax.jit(functools.partial(run_rows, model, pad_id, speculate=speculate), static_argnames=static)

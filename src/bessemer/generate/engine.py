@@ -34,6 +34,7 @@ from bessemer.generate.speculate import Speculation, acceptance, speculate_block
 from bessemer.generate.text import TextStream
 from bessemer.generate.weights import Quantizer
 from bessemer.models.lora import holds_several
+from bessemer.models.protocol import check_decodes
 from bessemer.topology import process_count
 
 READING = 0.075  # seconds of a round while somebody reads along; longer ones look like stuttering
@@ -251,6 +252,7 @@ class Engine:
         scope: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext,
         seed: int = 0,
     ):
+        check_decodes(model)
         self.model, self.tokenizer, self.params = model, tokenizer, params
         self.capacity = capacity or int(model.block_size)
         if not 0 < self.capacity <= model.block_size:

@@ -118,6 +118,15 @@ class Decoding(Protocol):
         """
 
 
+def check_decodes(model: Any) -> None:
+    """Raise InputError for a model that cannot write text."""
+    if not isinstance(model, Decoding):
+        raise InputError(
+            f"a model of class {type(model).__name__} cannot write text: it has no `decode` and `init_cache` "
+            "(docs/extending.md). It can be evaluated on text: bpb."
+        )
+
+
 @runtime_checkable
 class Rewinding(Decoding, Protocol):
     """Takes back tokens that `decode` appended, which speculative decoding needs."""

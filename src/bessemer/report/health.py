@@ -23,6 +23,16 @@ LOST = 0.1  # share of the whole improvement that may be lost again
 WORSE = 0.02  # share by which a loss may be above its lowest value
 WAITING = 20.0  # percent of the time
 
+NOTHING_TO_LEARN = (
+    "In every group all answers had the same reward, so there was nothing to learn: compare answers of the model with "
+    "what grpo.rewards expects."
+)
+
+
+def nothing_to_learn(flat_groups: Sequence[float]) -> bool:
+    """Return whether no group of a run ever had two rewards. flat_groups: the metric of that name."""
+    return bool(flat_groups) and min(flat_groups) >= 1
+
 
 @dataclass(frozen=True)
 class Health:
@@ -47,6 +57,13 @@ def _trend(points: Callable[[str], Points]) -> tuple[bool, str] | None:
         found = points(metric)
         if len(found) > 1:
             return _held_out(name, found, higher)
+    sampled = points("reward")
+    if len(sampled) > 1:
+        first, last = sampled[0][1], sampled[-1][1]
+        words = (
+            f"The reward of sampled answers was {first:.3g} at the start and is {last:.3g}; nothing is validated yet."
+        )
+        return last > first, words
     losses = points("loss_smooth")
     if len(losses) < 2:
         return None
@@ -77,6 +94,8 @@ def _troubles(points: Callable[[str], Points]) -> list[str]:
         found.append(f"{counted(skipped, 'step')} skipped: the gradient was NaN or infinite.")
     if rollbacks := _newest(points("rollbacks")):
         found.append(f"Rolled back to a checkpoint {counted(rollbacks, 'time')}.")
+    if nothing_to_learn([value for _, value in points("flat_groups")]):
+        found.append(NOTHING_TO_LEARN)
     waits = [value for _, value in points("time/data_wait_pct")]
     if len(waits) > 1 and (typical := statistics.median(waits)) > WAITING:
         found.append(f"{typical:.0f}% of the time is spent waiting for data.")

@@ -27,6 +27,8 @@ _REMEDIES = {
     errno.EROFS: "The file system is read-only: choose another --runs directory or mount it writable.",
     errno.EACCES: "Permission denied: choose a --runs directory this user may write to.",
     errno.EPERM: "Not permitted: choose a --runs directory this user may write to.",
+    errno.EEXIST: "A file of that name is in the way: choose another path, or move it.",
+    errno.ENOTDIR: "A part of that path is a file: choose another path, or move it.",
     errno.ENOENT: "The directory has vanished: it was deleted, moved or unmounted while in use, or never made.",
     errno.ESTALE: "The network file system dropped the directory: check the mount, then `bessemer resume`.",
 }

@@ -179,7 +179,10 @@ def _expand(name: str) -> list[Path]:
     siblings = [p.name for p in path.parent.iterdir()] if path.parent.is_dir() else []
     close = nearest(path.name, siblings)
     hint = f" Did you mean '{path.parent / close}'?" if close else ""
-    if not close and (hub := on_hub(name)):
+    parts = [part.strip() for part in name.split(",")]
+    if len(parts) > 1 and all(Path(part).expanduser().exists() for part in parts):
+        hint = f" For several, write [{','.join(parts)}]."
+    elif not close and (hub := on_hub(name)):
         hint = f" A dataset of the Hugging Face hub is named {hub}."
     # an older run, whose configuration has no full path, may be resumed from another directory
     where = "" if path.is_absolute() else f" below {Path.cwd()}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import json
 import re
 import shlex
@@ -36,6 +37,7 @@ from bessemer.models.lora import merge_adapters
 from bessemer.models.protocol import Decoding, ValueModel
 from bessemer.registry import SELECTORS, datasets, models, objectives
 from bessemer.report import baselines, write_report
+from bessemer.report.health import NOTHING_TO_LEARN, nothing_to_learn
 from bessemer.report.metrics import MetricsFile
 from bessemer.report.summary import too_small, training_seconds
 from bessemer.storage.files import atomic_write, storage
@@ -119,6 +121,7 @@ def names_own_code(dataset: str) -> bool:
     """Return whether the name of a dataset stands for code of the user's, which an evaluation never imports."""
     if dataset in datasets:
         function = datasets.get(dataset)
+        function = function.func if isinstance(function, functools.partial) else function
         return str(getattr(function, "__module__", "")).partition(".")[0] != "bessemer"
     return is_code(dataset)
 
@@ -157,15 +160,17 @@ def same_on_own_text(plan: RunPlan) -> str:
 
 
 def reward_line(rows: list[dict[str, Any]]) -> list[str]:
-    """Return the first and last greedy reward on held-out prompts, for a run that has rewards."""
-    found = [row for row in rows if row.get("val_reward") is not None]
+    """Return the first and last reward of a run that has rewards: greedy on held-out prompts, or else of what was
+    sampled; and a warning if no group ever had two rewards."""
+    held_out, sampled = ([row for row in rows if row.get(name) is not None] for name in ("val_reward", "reward"))
+    found, name = (held_out, "val_reward") if held_out else (sampled, "reward")
     if not found:
         return []
+    what = "on held-out prompts, greedy" if held_out else "of sampled answers"
     first, last = found[0], found[-1]
-    return [
-        f"reward on held-out prompts, greedy: {first['val_reward']:.3f} at step {first['step']}, "
-        f"{last['val_reward']:.3f} at step {last['step']}"
-    ]
+    lines = [f"reward {what}: {first[name]:.3f} at step {first['step']}, {last[name]:.3f} at step {last['step']}"]
+    flat = [row["flat_groups"] for row in rows if row.get("flat_groups") is not None]
+    return [*lines, f"warning: {NOTHING_TO_LEARN}"] if nothing_to_learn(flat) else lines
 
 
 def trains_chat(plan: RunPlan) -> bool:

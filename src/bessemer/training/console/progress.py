@@ -45,6 +45,8 @@ def facts(row: dict[str, Any]) -> str:
     if "loss" not in row:
         return "  ".join(f"{name} {compact(value)}" for name, value in numbers(row).items())
     parts = [f"loss {float(row.get('loss_smooth') or row['loss']):.4f}"]
+    if row.get("reward") is not None:
+        parts.append(f"reward {float(row['reward']):.3f}")
     if row.get("time/tok_per_s") is not None:
         parts.append(f"{compact(row['time/tok_per_s'])} tok/s")
     if row.get("time/mfu") is not None:
