@@ -27,7 +27,7 @@ test: $(VENV)/.test
 	$(QUICK) $(BIN)/pytest -n $(WORKERS) --dist loadfile
 
 slow: $(VENV)/.test $(VENV)/.chromium
-	$(QUICK) $(BIN)/pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder -m "slow and not gpu"
+	$(QUICK) $(BIN)/pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder -m "slow and not long and not gpu"
 
 long: $(VENV)/.test
 	$(BIN)/pytest -n $(WORKERS) --dist loadfile -m "long and not gpu"

@@ -95,7 +95,8 @@ NOT_RUN = {
     r"bessemer dash.*": "it serves until it is stopped: tests/dash/test_dash_command.py",
 }
 RUN_ELSEWHERE = {"extending.md": "tests/test_extending.py"}
-MINUTES = {"tutorial.md", "planning.md"}  # a minute each even when shortened: `make long`
+# Half a minute and more, even when shortened: `make long`.
+MINUTES = {"tutorial.md", "planning.md", "grpo.md", "lora.md", "huggingface.md", "models.md"}
 
 
 def blocks(page: Path, *languages: str) -> list[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import os
 import re
 import subprocess
 import sys
@@ -65,7 +66,8 @@ def test_every_test_that_is_named_runs_in_ci() -> None:
     """Collected as `make test` and `make slow` do; of one with parameters, those that CI has room for."""
     files = sorted({str(TESTS / file) for file, _, _ in named()})
     command = [sys.executable, "-m", "pytest", "--collect-only", "-m", "not long and not gpu", *files]
-    result = subprocess.run(command, cwd=TESTS.parent, capture_output=True, text=True, timeout=TIMEOUT)
+    env = {name: value for name, value in os.environ.items() if name != "PYTEST_ADDOPTS"}  # -v would print a tree
+    result = subprocess.run(command, cwd=TESTS.parent, env=env, capture_output=True, text=True, timeout=TIMEOUT)
     assert result.returncode == 0, result.stdout[-2000:] + result.stderr[-2000:]
     collected = {line.partition("[")[0] for line in result.stdout.splitlines() if "::" in line}
     wanted = {f"tests/{file}::{name}" for file, name, _ in named() if file not in ON_A_GPU}

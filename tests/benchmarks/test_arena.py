@@ -210,7 +210,7 @@ def finished(process: subprocess.Popen[str], code: int = 0) -> list[dict[str, An
     return [json.loads(line) for line in out.splitlines()]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_stopped_arena_goes_on_to_the_same_result(tmp_path: Path, start: Start, tiny: dict[str, object]) -> None:
     settings = words({key: value for key, value in tiny.items() if key != "training.steps"})
     common = ["--recipe", "quickstart", "--tokens", "1280", "--seeds", "0", "--json", *TWO]

@@ -49,7 +49,7 @@ def run(*words: str) -> list[dict]:
     return [json.loads(row) for row in result.stdout.splitlines()]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_an_imported_model_is_timed_with_drafts_and_8_bit_weights(tmp_path: Path) -> None:
     """A Hugging Face folder, and a run; a row for each case, and the ratios over the first."""
     config = config_of_case("llama3") | {"max_position_embeddings": 64, "vocab_size": 262}

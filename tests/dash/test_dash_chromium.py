@@ -377,6 +377,7 @@ def test_a_closed_page_asks_for_the_token_and_a_lost_server_is_said(
     assert page.locator("tr[data-run=mine]").count() == 1, "what was known stays on the screen"
 
 
+@pytest.mark.long
 def test_the_pictures_of_the_documentation_can_be_taken(chromium: Any, tmp_path: Path) -> None:
     for name in ("one", "two"):
         run = make_run(tmp_path / "runs", name)

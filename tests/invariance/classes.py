@@ -210,6 +210,7 @@ CONTROLS: dict[str, tuple[str, Settings]] = {
 
 LONG = {
     "accumulation: S=2",
+    "accumulation: S=8",
     "accumulation, adamw: S=4",
     "accumulation, muon: S=2",
     "loss chunks: 5, not a divisor",
@@ -221,6 +222,8 @@ LONG = {
     "mesh: context 2",
     "mesh: data 2 x tensor 2, S=4",
     "mesh, muon: data 2 x fsdp 2 x tensor 2",
+    "mesh, muon: pipeline 2 x fsdp 2",
+    "experts: fsdp 2 x expert 2 x tensor 2",
     "processes: two, fsdp",
 }
 """Members beside others that show nearly the same: run by `make long`."""

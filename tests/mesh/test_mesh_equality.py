@@ -174,7 +174,12 @@ FIRST_STEPS = {  # largest and mean difference of the way that parameters went; 
 @pytest.mark.parametrize(
     ("optimizer", "mesh"),
     [
-        *((optimizer, "data 2 x fsdp 2 x tensor 2") for optimizer in FIRST_STEPS),
+        *(
+            pytest.param(
+                name, "data 2 x fsdp 2 x tensor 2", marks=[] if name in ("adamw", "muon") else pytest.mark.long
+            )
+            for name in FIRST_STEPS
+        ),
         ("adamw", "fsdp 2 x tensor 2 x context 2"),
     ],
 )

@@ -38,11 +38,12 @@ DEEP: dict[str, tuple[str, dict[str, int], dict[str, Any]]] = {
     "llama, layers without positions": ("llama", {"pipeline": 2}, {"depth": 3, "rotary_layers": "RRN"}),
     "llama, split sequences": ("llama", {"pipeline": 2, "context": 4}, {"sliding_layers": "S"}),
 }
+LONG = ("gpt, equal stages, scanned", "gpt, square matrices")
 SHIPPED = {"backout": True}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", list(DEEP))
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.long] * (name in LONG)) for name in DEEP])
 def test_stages_are_one_device(name: str, capfd: pytest.CaptureFixture[str]) -> None:
     family, mesh, settings = DEEP[name]
     settings = settings | (SHIPPED if family == "gpt" else {})

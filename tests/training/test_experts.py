@@ -95,7 +95,7 @@ def test_sft_of_all_parameters_is_exported_as_it_was_trained(folder: Path, tmp_p
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("quantize", ["none", pytest.param("nf4", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("quantize", [pytest.param("none", marks=pytest.mark.long), "nf4"])
 def test_adapters_stand_beside_every_expert(quantize: str, folder: Path, tmp_path: Path) -> None:
     trainer = tuned(folder, tmp_path, **{"lora.rank": 2, "lora.quantize": quantize})
     adapters = trainer.state.params["blocks_1"]["expert_down"]

@@ -82,7 +82,15 @@ def test_gemma_is_tuned_whole_and_with_adapters(how: dict[str, Any], folders: An
     assert json.loads((tmp_path / "out/config.json").read_text())["model_type"] == "gemma3_text"
 
 
-@pytest.mark.parametrize("how", [{}, {"lora.rank": 2}, {"lora.rank": 2, "lora.quantize": "nf4"}], ids=str)
+@pytest.mark.parametrize(
+    "how",
+    [
+        pytest.param({}, marks=pytest.mark.long),
+        pytest.param({"lora.rank": 2}, marks=pytest.mark.long),
+        {"lora.rank": 2, "lora.quantize": "nf4"},
+    ],
+    ids=str,
+)
 def test_delta_layers_are_tuned_whole_and_with_adapters(how: dict[str, Any], folders: Any, tmp_path: Path) -> None:
     given = {"init": str(folders["qwen3.5"]), "training.dataset": str(make_talks(tmp_path)), "optimization.lr": 0.02}
     trainer = build_trainer(None, {**SFT, **given, **how}, name="tuned", root=tmp_path / "runs")
@@ -107,8 +115,18 @@ def test_delta_layers_are_tuned_whole_and_with_adapters(how: dict[str, Any], fol
         assert {f"{layer}.{part}.lora_A.weight" for part in ("in_proj_qkv", "in_proj_z", "out_proj")} <= names
 
 
-@pytest.mark.parametrize("case", ["qwen3-moe", "gemma3", "qwen3-next"])
-@pytest.mark.parametrize("how", [{}, {"lora.rank": 2}], ids=str)
+@pytest.mark.parametrize(
+    ("case", "how"),
+    [
+        ("qwen3-moe", {"lora.rank": 2}),
+        ("gemma3", {}),
+        pytest.param("qwen3-next", {"lora.rank": 2}, marks=pytest.mark.long),
+        pytest.param("qwen3-next", {}, marks=pytest.mark.long),
+        pytest.param("qwen3-moe", {}, marks=pytest.mark.long),
+        pytest.param("gemma3", {"lora.rank": 2}, marks=pytest.mark.long),
+    ],
+    ids=str,
+)
 def test_reinforcement_from_a_folder(
     case: str, how: dict[str, Any], folders: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -275,7 +275,7 @@ def test_resume_refuses_another_way_to_sample(setting: str, whole: Any) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("k", [3, 5])
+@pytest.mark.parametrize("k", [3, pytest.param(5, marks=pytest.mark.long)])
 def test_stopped_in_the_middle_of_a_rollout_and_resumed(
     k: int, settings: dict[str, Any], whole: Any, tmp_path: Path
 ) -> None:

@@ -181,7 +181,7 @@ CASES: dict[str, tuple[dict[str, Any], int, dict[str, float]]] = {
 
 
 @pytest.mark.parametrize(
-    "case", [pytest.param(case, marks=pytest.mark.slow if n < 2 else pytest.mark.long) for n, case in enumerate(CASES)]
+    "case", [pytest.param(case, marks=pytest.mark.slow if n < 1 else pytest.mark.long) for n, case in enumerate(CASES)]
 )
 def test_programs_as_users_compile_them_agree(
     case: str, cli: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch

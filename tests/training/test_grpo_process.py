@@ -17,7 +17,8 @@ pytestmark = pytest.mark.slow
 WORLDS = Path(__file__).with_name("worlds.py")
 
 
-PLACES = ["episode", "reward", "round", "exact", "ahead", "reset", "curriculum", "shaped", "shaped-episode"]
+PLACES = ["episode", "reward", "round", "ahead", "shaped-episode"]
+PLACES += [pytest.param(place, marks=pytest.mark.long) for place in ("exact", "reset", "curriculum", "shaped")]
 SHAPED = {  # ratios and clips of sequences, an adapted entropy, resets, measured pass rates, packed rows, a cut sampler
     "objective": "gspo",
     "grpo.kl_coef": 0.01,
@@ -127,6 +128,7 @@ def test_killed_inside_an_episode_or_a_reward_call(
 
 
 @pytest.mark.usefixtures("optimized")
+@pytest.mark.long
 def test_the_demonstration_learns(cli: Callable[..., Any], tmp_path: Path) -> None:
     """`bessemer train grpo`, with fewer steps: the model before it is trained first, and exact match rises."""
     shorter = ["training.steps=64", "logging.validation_interval=-1", "training.validation_steps=128"]

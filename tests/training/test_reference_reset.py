@@ -79,7 +79,9 @@ def settings(tmp_path: Path) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("adapters", [{}, {"lora.rank": 2}], ids=["all", "adapters"])
+@pytest.mark.parametrize(
+    "adapters", [{}, pytest.param({"lora.rank": 2}, marks=pytest.mark.long)], ids=["all", "adapters"]
+)
 def test_a_reset_takes_the_policy_and_fresh_moments_and_resumes(
     adapters: dict[str, Any], settings: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -133,7 +133,7 @@ def test_episodes_of_two_processes_are_those_of_one(pair: Pair, home: Path) -> N
         np.testing.assert_allclose(two[name], one[name], 0, most, err_msg=name)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_two_processes_replace_the_same_flat_groups_as_one(pair: Pair, home: Path) -> None:
     settings = pair.settings | {
         "grpo.rewards": "[flat_for_odd_prompts]",

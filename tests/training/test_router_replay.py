@@ -219,7 +219,7 @@ def test_the_engine_records_through_rounds_buckets_and_slots() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("k", [2, 5])
+@pytest.mark.parametrize("k", [2, pytest.param(5, marks=pytest.mark.long)])
 def test_stopped_in_the_middle_of_a_rollout_and_resumed(
     k: int, settings: dict[str, Any], whole: Any, tmp_path: Path
 ) -> None:

@@ -145,7 +145,7 @@ def test_the_sampler_is_that_of_the_weights_before_and_the_ratio_is_to_those_now
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("step", [3, 4])
+@pytest.mark.parametrize("step", [pytest.param(3, marks=pytest.mark.long), 4])
 def test_stopped_in_a_rollout_or_between_two_and_resumed(
     step: int, settings: dict[str, Any], whole: Any, tmp_path: Path
 ) -> None:

@@ -164,7 +164,7 @@ def test_a_damaged_cache_is_noticed_before_it_is_trained_on(
         launch.build_trainer("quickstart", settings, name="again", root=tmp_path).run()
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_stored_teacher_may_be_pruned_but_not_replaced(
     student: dict[str, object], teacher: RunDirectory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

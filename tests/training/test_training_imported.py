@@ -169,7 +169,7 @@ def test_adapters_under_dpo(folder: Path, pairs: Path, tmp_path: Path) -> None:
     check_adapters(trainer, folder, tmp_path)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_adapters_under_grpo(folder: Path, pairs: Path, tmp_path: Path) -> None:
     """Rollouts come from the merged weights, the reference holds adapters alone, and a stopped run is the same run."""
     settings = settings_of(

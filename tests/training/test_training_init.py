@@ -137,7 +137,7 @@ def test_data_of_ones_own_is_not_judged_by_the_demonstration(start: Path, capsys
 
 
 @pytest.mark.usefixtures("optimized")
-@pytest.mark.slow
+@pytest.mark.long
 def test_fine_tuning_learns_a_toy_task(tmp_path: Path) -> None:
     """The demonstration, shorter than `bessemer train sft`: reversed strings that it has never seen."""
     quiet = {"logging.progress": "none", "logging.validation_interval": -1}

@@ -162,7 +162,7 @@ def test_resumed_adapters_are_the_same_run(adapted: Any, lora: dict[str, object]
     assert_equal(second.state.frozen, BASE)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_run_saved_with_the_old_spelling_of_a_setting_resumes_bit_for_bit(
     lora: dict[str, object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

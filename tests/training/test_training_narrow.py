@@ -143,7 +143,7 @@ def test_rounding_does_not_depend_on_the_accumulation(
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "mesh", [{"fsdp": 2, "tensor": 2}, pytest.param({"data": 2, "fsdp": 2}, marks=pytest.mark.slow)]
+    "mesh", [{"fsdp": 2, "tensor": 2}, pytest.param({"data": 2, "fsdp": 2}, marks=pytest.mark.long)]
 )
 def test_a_mesh_is_one_device(
     mesh: dict[str, int], settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run: Callable[..., Any]

@@ -328,7 +328,7 @@ def step_total(trainer: Any, per_device: int) -> int:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("fits", [1, 2])
+@pytest.mark.parametrize("fits", [1, pytest.param(2, marks=pytest.mark.long)])
 def test_out_of_memory_names_the_largest_micro_batch_that_fits(
     fits: int, tiny: dict[str, object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -171,7 +171,7 @@ def test_the_data_of_word_problems_is_asked_for(tmp_path: Path) -> None:
     assert not (tmp_path / "job").exists()
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.usefixtures("on_one_device")
 def test_word_problems_stopped_between_phases_end_as_the_whole_job(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

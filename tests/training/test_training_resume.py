@@ -18,8 +18,8 @@ from bessemer.training.callbacks.base import Callback
 from bessemer.training.trainer import BaseTrainer
 
 
-def slowly(k: int) -> Any:
-    return pytest.param(k, marks=pytest.mark.slow)
+def slowly(k: int, long: bool = False) -> Any:
+    return pytest.param(k, marks=pytest.mark.long if long else pytest.mark.slow)
 
 
 def one_device() -> Any:
@@ -59,7 +59,7 @@ def assert_same(a: BaseTrainer, b: BaseTrainer) -> None:
     assert rows(a.run_directory.path) == rows(b.run_directory.path)
 
 
-@pytest.mark.parametrize("k", [slowly(1), slowly(2), slowly(3), slowly(4), 5])
+@pytest.mark.parametrize("k", [slowly(1, long=True), slowly(2), slowly(3, long=True), slowly(4, long=True), 5])
 def test_stopped_after_k_steps_and_resumed(
     k: int, tiny: dict[str, object], undisturbed: BaseTrainer, tmp_path: Path
 ) -> None:
@@ -153,7 +153,7 @@ def undisturbed_stages(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("k", [5, 6])
+@pytest.mark.parametrize("k", [5, pytest.param(6, marks=pytest.mark.long)])
 def test_stages_and_dropout_go_on_as_they_would_have(
     k: int, staged: dict[str, object], undisturbed_stages: BaseTrainer, tmp_path: Path
 ) -> None:

@@ -123,7 +123,7 @@ SMOOTH = {"optimization.lr": 0.01, "optimization.eps": 1e-2}  # AdamW with a sma
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["gpt", "llama"])
+@pytest.mark.parametrize("family", [pytest.param("gpt", marks=pytest.mark.long), "llama"])
 def test_dropout_and_noise_follow_the_row_not_the_micro_batch(
     family: str,
     tiny: dict[str, object],
