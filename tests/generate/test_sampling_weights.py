@@ -153,4 +153,4 @@ class Foreign(LanguageModel):
 
 def test_a_model_that_multiplies_by_itself_is_refused() -> None:
     with pytest.raises(InputError, match=r"generate\.weights=fp8 needs a model .*Foreign is not one"):
-        Engine(Foreign(vocab_size=8, block_size=8), None, weights="fp8")
+        Quantizer(Foreign(vocab_size=8, block_size=8), "fp8")
