@@ -73,14 +73,14 @@ STAGES: dict[str, tuple[str, ...]] = {
 """Stages of a family are one scan of the same layers: every family on some of the meshes, gpt on all of them."""
 ALL_MESHES = MESHES | EXPERT_MESHES | PIPELINE_MESHES | EXPERT_STAGES
 FAST = {("gpt", "fsdp 2 x tensor 2 x context 2"), ("gpt", "data 2 x fsdp 2 x tensor 2"), ("gpt", "context 4")}
-FAST |= {(family, "fsdp 2 x tensor 2 x context 2") for family in ("lookup", "llama")}
-FAST |= {("gpt-experts", "fsdp 2 x expert 2 x tensor 2"), ("gpt", "data 2 x pipeline 2 x fsdp 2")}
+FAST |= {("llama", "fsdp 2 x tensor 2 x context 2"), ("gpt", "data 2 x pipeline 2 x fsdp 2")}
 SLOW = {("gpt", name) for name in ("data 8", "fsdp 8", "tensor 8", "data 2 x fsdp 4", "fsdp 4 x tensor 2")}
 SLOW |= {
     (family, name) for family in FAMILIES for name in ("data 2 x fsdp 2 x tensor 2", "fsdp 2 x tensor 2 x context 2")
 }
 SLOW |= {(family, "expert 2") for family, (_, settings) in FAMILIES.items() if "experts" in settings}
-SLOW |= {("gptoss", "fsdp 2 x expert 2 x tensor 2"), ("llama-experts", "data 2 x expert 2 x context 2")}
+SLOW |= {(family, "fsdp 2 x expert 2 x tensor 2") for family in ("gptoss", "gpt-experts")}
+SLOW |= {("llama-experts", "data 2 x expert 2 x context 2")}
 SLOW |= {("gpt", "pipeline 2 x fsdp 2 x tensor 2"), ("llama", "data 2 x pipeline 2")}
 SLOW |= {("llama-experts", "pipeline 2 x fsdp 2 x expert 2")}
 """The others are run by `make long`."""

@@ -72,6 +72,7 @@ def test_a_token_with_zero_gates_leaves_no_trace() -> None:
     close((found[0][:, :13], found[1]), (out, state))
 
 
+@pytest.mark.slow
 def test_gradients_of_chunks_are_those_of_the_recurrence() -> None:
     """By every input, across borders of chunks and of documents; strong decay must give no NaN."""
     given = drawn(70, rows=1, heads=2)

@@ -39,7 +39,14 @@ def in_pieces(text: str, tokenizer: Any) -> list[int]:
     return [token for letter in text for token in tokenizer.encode(letter)]
 
 
-@pytest.mark.parametrize("name", ["qwen2_5", "ours/llama3_2", "ours/mistral_nemo"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "qwen2_5",
+        pytest.param("ours/llama3_2", marks=pytest.mark.slow),
+        pytest.param("ours/mistral_nemo", marks=pytest.mark.long),
+    ],
+)
 def test_calls_and_results_are_trained_as_they_were_sampled(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -95,6 +95,7 @@ def test_bf16_parameters_and_eight_bit_moments_follow_the_losses_of_float32(run:
     assert np.abs(found / exact - 1).max() < MOST_NARROW
 
 
+@pytest.mark.slow
 def test_bytes_of_the_state_and_of_its_checkpoint(run: Callable[..., Any]) -> None:
     wide, narrow = run(), run(**NARROW)
     expected = 0

@@ -77,6 +77,7 @@ objectives.register("own_goal", chat=True)(pretrain)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("on_one_device")
 def test_the_next_commands_of_a_run_with_own_parts_work_on_it(
     tiny: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch

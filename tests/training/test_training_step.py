@@ -60,6 +60,7 @@ def step_of(parts: int):
     return jax.jit(functools.partial(train_step, accumulate_steps=parts))
 
 
+@pytest.mark.slow
 def test_further_tokens_have_the_one_denominator_and_fade_with_the_step() -> None:
     start, key = setup(mtp=(0.5, 0.25)), jax.random.key(1)
     _, loss, meta = step_of(1)(start, split(rows(), 1), key)
