@@ -97,6 +97,7 @@ NOT_RUN = {
 RUN_ELSEWHERE = {"extending.md": "tests/test_extending.py"}
 # Half a minute and more, even when shortened: `make long`.
 MINUTES = {"tutorial.md", "planning.md", "grpo.md", "lora.md", "huggingface.md", "models.md"}
+MINUTES |= {"scale.md", "topology.md", "continual.md", "evaluation.md"}
 
 
 def blocks(page: Path, *languages: str) -> list[str]:

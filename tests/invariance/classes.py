@@ -224,6 +224,7 @@ LONG = {
     "mesh, muon: data 2 x fsdp 2 x tensor 2",
     "mesh, muon: pipeline 2 x fsdp 2",
     "experts: fsdp 2 x expert 2 x tensor 2",
+    "experts: fsdp 2 x tensor 2 x context 2",
     "processes: two, fsdp",
 }
 """Members beside others that show nearly the same: run by `make long`."""

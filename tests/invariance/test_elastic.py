@@ -32,7 +32,7 @@ CHAINS: dict[str, tuple[Member, list[Member]]] = {
 }
 """First mesh, and those that take over at steps 2 and 4 of six."""
 
-LONG = {"fsdp -> tensor", "one process -> two -> one", "1 -> fsdp x tensor x context"}
+LONG = {"fsdp -> tensor", "S=1 -> S=4 -> S=2", "one process -> two -> one", "1 -> fsdp x tensor x context"}
 chains = [pytest.param(name, marks=pytest.mark.long if name in LONG else pytest.mark.slow) for name in CHAINS]
 
 

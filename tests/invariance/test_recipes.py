@@ -39,7 +39,8 @@ WAYS: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
     "fsdp 2 x tensor 2": ({"fsdp": 2, "tensor": 2}, {}),
     "data 2 x fsdp 2 x context 2": ({"data": 2, "fsdp": 2, "context": 2}, {}),
 }
-LARGEST = "data 2 x fsdp 2 x context 2"
+SHOWN = {("quickstart", "micro-batches of 2"), *((recipe, "data 2 x fsdp 2 x context 2") for recipe in RECIPES)}
+"""The others are run by `make long`."""
 SCALARS = ("rho", "xi", "backout_scale", "smear_scale")
 
 
@@ -95,7 +96,7 @@ def difference(a: Trajectory, b: Trajectory) -> dict[str, float]:
 @pytest.mark.parametrize(
     ("recipe", "way"),
     [
-        pytest.param(recipe, way, marks=[] if way == LARGEST or recipe == "quickstart" else [pytest.mark.long])
+        pytest.param(recipe, way, marks=[] if (recipe, way) in SHOWN else [pytest.mark.long])
         for recipe in RECIPES
         for way in WAYS
     ],

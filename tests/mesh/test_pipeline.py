@@ -38,7 +38,7 @@ DEEP: dict[str, tuple[str, dict[str, int], dict[str, Any]]] = {
     "llama, layers without positions": ("llama", {"pipeline": 2}, {"depth": 3, "rotary_layers": "RRN"}),
     "llama, split sequences": ("llama", {"pipeline": 2, "context": 4}, {"sliding_layers": "S"}),
 }
-LONG = ("gpt, equal stages, scanned", "gpt, square matrices")
+LONG = ("gpt, equal stages, scanned", "gpt, recomputed", "gpt, square matrices", "llama, layers without positions")
 SHIPPED = {"backout": True}
 
 

@@ -53,7 +53,7 @@ def test_no_batch_of_rows_holds_more_documents_than_its_slots(data: st.DataObjec
     assert np.sort(twice)[::-1][:rows].sum() == model.document_slots(rows) or rows > 64
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @settings(deadline=None, max_examples=30)
 @given(st.lists(st.lists(st.integers(1, 9), min_size=1, max_size=5), min_size=2, max_size=4))
 def test_cudnn_is_given_what_jax_gives_it_for_documents_counted_per_row(rows: list[list[int]]) -> None:

@@ -142,7 +142,13 @@ def test_contradictions_are_named(settings: dict[str, Any], words: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("experts", [{}, {"experts": 3, "experts_active": 2, "experts_shared": 1, "delta_joint": True}])
+@pytest.mark.parametrize(
+    "experts",
+    [
+        pytest.param({}, marks=pytest.mark.long),
+        {"experts": 3, "experts_active": 2, "experts_shared": 1, "delta_joint": True},
+    ],
+)
 def test_scan_and_remat_change_nothing(experts: dict[str, Any]) -> None:
     model = QwenNext(**{**SIZES, **experts, "depth": 4})
     params = drawn(model)

@@ -180,7 +180,8 @@ def settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("staleness", [pytest.param(0, marks=pytest.mark.long), 1])
+@pytest.mark.long
+@pytest.mark.parametrize("staleness", [0, 1])
 def test_solved_prompts_are_replaced_and_a_stopped_run_is_the_same(
     staleness: int, settings: dict[str, Any], tmp_path: Path
 ) -> None:

@@ -177,7 +177,7 @@ def test_a_new_copy_of_the_base_removes_what_a_killed_copy_left(original: Path, 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("quantize", ["none", "int8"])
+@pytest.mark.parametrize("quantize", ["none", pytest.param("int8", marks=pytest.mark.long)])
 def test_resumed_is_the_same_run(
     finished_with: Callable[[str], Any], quantize: str, original: Path, text: Path, tmp_path: Path
 ) -> None:

@@ -165,7 +165,9 @@ def test_the_run_is_that_of_unpacked_rows_to_rounding(whole: Any, settings: dict
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("k", "staleness"), [pytest.param(3, 0, marks=pytest.mark.long), (4, 0), (3, 1)])
+@pytest.mark.parametrize(
+    ("k", "staleness"), [pytest.param(3, 0, marks=pytest.mark.long), pytest.param(4, 0, marks=pytest.mark.long), (3, 1)]
+)
 def test_stopped_in_a_packed_rollout_and_resumed(
     k: int, staleness: int, whole: Any, settings: dict[str, Any], tmp_path: Path
 ) -> None:

@@ -106,7 +106,7 @@ def test_stopped_and_resumed_the_coefficient_goes_on(settings: dict[str, Any], w
     np.testing.assert_array_equal(np.asarray(again.state.entropy_offset), np.asarray(whole.state.entropy_offset))
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_bonus_is_the_same_on_a_mesh_and_in_other_micro_batches(
     settings: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -29,7 +29,7 @@ def rows(run: Path) -> list[dict[str, Any]]:
     return [{k: v for k, v in line.items() if not k.startswith(("time/", "mem/"))} for line in lines]
 
 
-@pytest.mark.parametrize("fsdp", [pytest.param(2, marks=pytest.mark.slow), pytest.param(1, marks=pytest.mark.long)])
+@pytest.mark.parametrize("fsdp", [pytest.param(2, marks=pytest.mark.long), pytest.param(1, marks=pytest.mark.long)])
 def test_two_processes_train_as_two_devices(fsdp: int, tiny: dict[str, object], home: Path, tmp_path: Path) -> None:
     """Bit for bit, as sums of two do not depend on their order. fsdp 2 rests half of every table with each process."""
     settings = words({**tiny, **LOOKUP, "topology.fsdp": fsdp})

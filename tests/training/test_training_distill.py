@@ -101,7 +101,7 @@ def columns_of(folder: Path) -> dict[str, np.ndarray]:
     return {name: np.load(folder / name) for name in ("ids.npy", "logprobs.npy")}
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_two_runs_at_once_share_one_complete_cache_of_the_teacher(student: dict[str, object], tmp_path: Path) -> None:
     """They wrote into one temporary folder, and rows stayed zero in a committed cache. The first is held in the middle
     of its writing until the second has come to the same place."""

@@ -261,7 +261,7 @@ def test_eight_devices_are_one(lora: dict[str, object], adapted: Any, tmp_path: 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("optimizer", ["muon", "adafactor"])
+@pytest.mark.parametrize("optimizer", ["muon", pytest.param("adafactor", marks=pytest.mark.long)])
 def test_other_optimizers_take_adapters(optimizer: str, lora: dict[str, object], tmp_path: Path) -> None:
     settings = {key: value for key, value in lora.items() if key != "optimization.lr"}  # its own rates
     settings |= {"optimization.name": optimizer, "training.steps": 2, "lora.dora": True}
@@ -287,7 +287,7 @@ def test_frozen_parameters_stay_and_have_no_moments(start: dict[str, object], tm
     assert_equal(load_model(trainer.run_directory, 4).params, trainer.full_params())
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_resumed_with_frozen_parameters_is_the_same_run(start: dict[str, object], tmp_path: Path) -> None:
     settings = {**start, "training.freeze": ["embedding", "blocks_0/*"]}
     whole = launch.build_trainer("quickstart", settings, name="whole", root=tmp_path)
