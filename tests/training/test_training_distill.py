@@ -101,7 +101,7 @@ def columns_of(folder: Path) -> dict[str, np.ndarray]:
     return {name: np.load(folder / name) for name in ("ids.npy", "logprobs.npy")}
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_two_runs_at_once_share_one_complete_cache_of_the_teacher(student: dict[str, object], tmp_path: Path) -> None:
     """They wrote into one temporary folder, and rows stayed zero in a committed cache. The first is held in the middle
     of its writing until the second has come to the same place."""
@@ -164,7 +164,7 @@ def test_a_damaged_cache_is_noticed_before_it_is_trained_on(
         launch.build_trainer("quickstart", settings, name="again", root=tmp_path).run()
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_stored_teacher_may_be_pruned_but_not_replaced(
     student: dict[str, object], teacher: RunDirectory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
