@@ -1,4 +1,4 @@
-"""Processes in which environments run: what they may read, and what is said of an environment that cannot be made."""
+"""Worker processes of environments: an empty standard input, and the error for a constructor that fails."""
 
 from __future__ import annotations
 

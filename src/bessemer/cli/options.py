@@ -167,7 +167,7 @@ def refuse_flags(words: Sequence[str], schema: Callable[[list[str]], Schema] | N
         known = {name for name, _ in given}
         chosen = [f"{key}={text}" for key, text in choices([*flags, *given]).items() if key not in known]
         for selecting in (chosen, []):  # without what the flags select, if together they make no sense
-            with contextlib.suppress(InputError):  # another word is wrong too, which is said once the flags are gone
+            with contextlib.suppress(InputError):  # another word is wrong too: reported once the flags are gone
                 run = run or schema([*plain, *selecting])
     found = [(name, _answer(name, value, run)) for name, value in flags]
     problems = [_sentence(name, answered, len(flags) > 1) for name, answered in found]
