@@ -174,6 +174,51 @@ def test_token_logprobs_values_and_per_token_gradients(data, chunks):
         np.testing.assert_allclose(a, b, atol=1e-5)
 
 
+TIED = {
+    "cross-entropy": lambda h, own, t, w: cross_entropy(h, own.head, t, w, vocab_size=REAL, chunks=4, tied=own.tied)[0],
+    "its kernel": lambda h, own, t, w: cross_entropy(
+        h, own.head, t, w, vocab_size=REAL, chunks=4, tied=own.tied, kernels="pallas"
+    )[0],
+    "log-probabilities": lambda h, own, t, w: jnp.sum(w * token_logprobs(own, t)),
+    "entropy": lambda h, own, t, w: jnp.sum(w * policy_scores(own, t, 0.7, entropy_gradient=True)[1]),
+    "divergence": lambda h, own, t, w: (
+        kl_regularized_loss(own, Projection(0.5 * h, 0.9 * own.columns, REAL, chunks=4), t, w, 0.3).loss
+    ),
+    "distillation": lambda h, own, t, w: distillation_loss(
+        own, Projection(0.5 * h, 0.9 * own.columns, REAL), t, w, alpha=0.7, temperature=2.0, chunks=4
+    )[0],
+}
+
+
+@pytest.mark.parametrize("name", TIED)
+def test_a_tied_head_is_the_same_head_as_rows(data, name):
+    """The embedding table goes into every loss as it is stored, and its gradient comes out that way."""
+    hidden, head, targets, weights = data
+
+    def of(tied):
+        def value(h, table):
+            return TIED[name](h, Projection(h, table, REAL, chunks=4, tied=tied), targets, weights)
+
+        return jax.jit(jax.value_and_grad(value, argnums=(0, 1)))(hidden, head.T if tied else head)
+
+    (own, (dhidden, dtable)), (expected, (dh, dw)) = of(True), of(False)
+    np.testing.assert_allclose(own, expected, rtol=1e-6)
+    np.testing.assert_allclose(dhidden, dh, atol=1e-5)
+    np.testing.assert_allclose(dtable, dw.T, atol=1e-5)
+    assert np.abs(dtable).max() > 1e-3
+
+
+def test_no_loop_over_tiles_turns_a_tied_head(data):
+    """Turned once for the loop, the table would be copied (0.5 GiB in a Llama of 1.24B), and its gradient twice."""
+    hidden, head, targets, weights = data
+
+    def loss(h, table):
+        return cross_entropy(h, table, targets, weights, vocab_size=REAL, chunks=3, tied=True)[0]
+
+    program = jax.make_jaxpr(jax.grad(loss, argnums=(0, 1)))(hidden, head.T)
+    assert "scan" in str(program) and f"{D},{V}]" not in str(program)
+
+
 def _sums_of_every_loss(hidden, head, targets, weights, softcap):
     """Σ w·nll as each loss over the vocabulary reports it; all must be the same number."""
     own = Projection(hidden, head, REAL, softcap)

@@ -23,6 +23,7 @@ from jax import Array
 from bessemer.kernels.fp8 import head_products, over_rows
 from bessemer.kernels.loss import shifts_by_cap, softmax_gradient
 from bessemer.kernels.norms import on_parts
+from bessemer.kernels.ops import Axes
 from bessemer.topology.chips import backend
 from bessemer.topology.rules import constrain, shards
 
@@ -41,6 +42,17 @@ class LossOptions:
     kernel: bool = False
     fp8: str | None = None  # the scaling, when the head's products with their gradients are in float8
     temperature: float = 1.0  # z / temperature in place of z, after the softcap
+    tied: bool = False  # the head is the embedding table, (V, D); turned for the loop over tiles, it would be copied
+
+    @property
+    def head_axes(self) -> Axes:
+        """Logical axes of the head."""
+        return ("vocab", "embed") if self.tied else ("embed", "vocab")
+
+    @property
+    def gradient_axes(self) -> tuple[str | None, ...]:
+        """Logical axes of dW per group of rows and positions: not summed over devices yet."""
+        return ("batch", "sequence", *(("vocab", None) if self.tied else (None, "vocab")))
 
 
 def cross_entropy(
@@ -56,8 +68,10 @@ def cross_entropy(
     chunks: int | str = "auto",
     kernels: str = "xla",
     fp8: str | None = None,
+    tied: bool = False,
 ) -> tuple[Array, Array]:
-    """(Σ w·loss, Σ w·nll) in float32. hidden: (B, T, D) or (N, D); head: (D, V) float32; targets, weights: (B, T).
+    """(Σ w·loss, Σ w·nll) in float32. hidden: (B, T, D) or (N, D); head: (D, V), or `tied` (V, D); targets, weights:
+    (B, T).
 
     Targets below 0 are ignored. Only the first result is differentiable, in `hidden` and `head`. Matmuls run in the
     dtype of `hidden`, or in float8 with the scaling `fp8` when a gradient is taken. `chunks` cuts the sequence axis, so
@@ -71,11 +85,11 @@ def cross_entropy(
     if alone:  # one long row: cutting it copies nothing
         hidden = hidden.reshape(1, -1, hidden.shape[-1])
         targets, weights = targets.reshape(1, -1), weights.reshape(1, -1)
-    sizes = (targets.shape[0], targets.shape[1], head.shape[1])
+    sizes = (targets.shape[0], targets.shape[1], head.shape[0 if tied else 1])
     count = choose_chunks(chunks, *sizes, KERNEL_TILE if kernel else None)
     if kernel and row_groups(sizes[0], -(-sizes[1] // count)) != (shards("batch"), shards("sequence")):
         kernel, count = False, choose_chunks(chunks, *sizes)  # devices would have different rows
-    options = LossOptions(vocab_size, count, softcap, label_smoothing, z_loss, kernel, fp8)
+    options = LossOptions(vocab_size, count, softcap, label_smoothing, z_loss, kernel, fp8, tied=tied)
     weights = jnp.where(targets < 0, 0.0, weights.astype(jnp.float32))
     loss, nll = _cross_entropy(options, hidden, head, jnp.maximum(targets, 0), weights)
     return loss, jax.lax.stop_gradient(nll)
@@ -99,19 +113,26 @@ def logits_loss(logits: Array, targets: Array, label_smoothing: float, z_loss: f
 
 
 class Projection(NamedTuple):
-    """Hidden states (B, T, D) and head (D, V) of a model, just before the logits exist."""
+    """Hidden states (B, T, D) and head of a model, just before the logits exist."""
 
     hidden: Array
-    head: Array | None  # None: `hidden` holds the logits, (B, T, V)
+    head: Array | None  # (D, V), or `tied` (V, D); None: `hidden` holds the logits, (B, T, V)
     vocab_size: int
     softcap: float = 0.0
     chunks: int | str = "auto"
     fp8: str | None = None
     kernels: str = "xla"
+    tied: bool = False
+
+    @property
+    def columns(self) -> Array | None:
+        """The head as (D, V)."""
+        return self.head.T if self.tied and self.head is not None else self.head
 
 
-def _logits(hidden: Array, table: Array, dtype: Any = jnp.float32) -> Array:
-    logits = jnp.einsum("btd,dv->btv", hidden, table, preferred_element_type=dtype)
+def _logits(hidden: Array, table: Array, dtype: Any = jnp.float32, tied: bool = False) -> Array:
+    form = "btd,vd->btv" if tied else "btd,dv->btv"
+    logits = jnp.einsum(form, hidden, table, preferred_element_type=dtype)
     return constrain(logits, "batch", "sequence", "vocab")
 
 
@@ -174,11 +195,11 @@ def _cross_entropy(
     options: LossOptions, hidden: Array, head: Array, targets: Array, weights: Array
 ) -> tuple[Array, Array]:
     """Value only: what evaluation runs."""
-    table = constrain(head.astype(hidden.dtype), "embed", "vocab")
+    table = constrain(head.astype(hidden.dtype), *options.head_axes)
 
     def tile(sums: Array, inputs: tuple[Array, Array, Array]) -> tuple[Array, None]:
         h, t, w = inputs
-        z, lse = _statistics(options, _logits(h, table))
+        z, lse = _statistics(options, _logits(h, table, tied=options.tied))
         loss, nll = _token_loss(options, z, lse, t)
         return sums + jnp.stack([jnp.sum(w * loss), jnp.sum(w * nll)]), None
 
@@ -205,7 +226,10 @@ def loss_and_gradients(
 ) -> tuple[tuple[Array, Array], tuple[Array, Array | None]]:
     """Return ((Σ w·loss, Σ w·nll), (dhidden, dW)), tile by tile. dW is kept apart per shard (`row_groups`), summed over
     devices once. A head that is not `trained` has none. tiles: () int32, how many have targets; None: all."""
-    logits, gradients = _products(head, hidden.dtype) if options.fp8 is None else head_products(head, options.fp8)
+    if options.fp8 is None:
+        logits, gradients = _products(head, hidden.dtype, options.tied)
+    else:
+        logits, gradients = head_products(head, options.fp8)
     groups = row_groups(hidden.shape[0], -(-hidden.shape[1] // options.chunks))
 
     def tile(carry: tuple[Array, Array], inputs: tuple[Array, Array, Array]) -> tuple[tuple[Array, Array], Array]:
@@ -216,11 +240,11 @@ def loss_and_gradients(
         sums += jnp.stack([jnp.sum(w * loss), jnp.sum(w * nll)])
         if added is None:
             return (sums, dhead), dh.astype(h.dtype)
-        return (sums, constrain(dhead + added, "batch", "sequence", None, "vocab")), dh.astype(h.dtype)
+        return (sums, constrain(dhead + added, *options.gradient_axes)), dh.astype(h.dtype)
 
     pieces = tuple(split(x, options.chunks) for x in (hidden, targets, weights))
     zeros = jnp.zeros((*groups, *head.shape) if trained else (1, 1, 1, 1), jnp.float32)
-    start = (jnp.zeros(2, jnp.float32), constrain(zeros, "batch", "sequence", None, "vocab"))
+    start = (jnp.zeros(2, jnp.float32), constrain(zeros, *options.gradient_axes))
     (sums, dhead), dhidden = scan_tiles(tile, start, pieces, options.chunks, tiles)
     dhidden = join(dhidden)[:, : hidden.shape[1]]
     return (sums[0], sums[1]), (dhidden, jnp.sum(dhead, axis=(0, 1)).astype(head.dtype) if trained else None)
@@ -256,17 +280,22 @@ def _by_kernel(options: LossOptions, logits: Array, targets: Array, weights: Arr
     return gradient, nll
 
 
-def _products(head: Array, dtype: Any) -> tuple[Callable[..., Array], Callable[..., tuple[Array, Array | None]]]:
+def _products(
+    head: Array, dtype: Any, tied: bool = False
+) -> tuple[Callable[..., Array], Callable[..., tuple[Array, Array | None]]]:
     """(h → logits, (h, dlogits, bound of |dlogits|, groups) → (dh, dW (*groups, D, V))); all results float32. groups
-    None: the head is frozen, and no dW is made."""
-    table = constrain(head.astype(dtype), "embed", "vocab")
+    None: the head is frozen, and no dW is made. tied: head and dW are (V, D)."""
+    table = constrain(head.astype(dtype), *(("vocab", "embed") if tied else ("embed", "vocab")))
 
     def gradients(h: Array, dlogits: Array, bound: Array, groups: tuple[int, int] | None) -> tuple[Array, Array | None]:
         dlogits = dlogits.astype(dtype)
-        dh = jnp.einsum("btv,dv->btd", dlogits, table, preferred_element_type=jnp.float32)
-        return dh, None if groups is None else over_rows(h, dlogits, groups)
+        form = "btv,vd->btd" if tied else "btv,dv->btd"
+        dh = jnp.einsum(form, dlogits, table, preferred_element_type=jnp.float32)
+        if groups is None:
+            return dh, None
+        return dh, over_rows(dlogits, h, groups) if tied else over_rows(h, dlogits, groups)
 
-    return partial(_logits, table=table), gradients
+    return partial(_logits, table=table, tied=tied), gradients
 
 
 def _backward(

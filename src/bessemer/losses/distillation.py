@@ -70,7 +70,7 @@ def distillation_loss(
     """(Σ w·loss, Σ w·KL, Σ w·nll) in float32; the first is differentiable, in the student. targets, weights: (B, T);
     `reverse` needs the whole of the teacher's distribution, so a live one."""
     live = isinstance(teacher, Projection)
-    columns = (student.hidden if student.head is None else student.head).shape[-1]
+    columns = (student.hidden if student.columns is None else student.columns).shape[-1]
     count = choose_chunks(chunks, targets.shape[0], targets.shape[1], columns * (2 if live else 1))
     options = DistillOptions(
         alpha,
@@ -82,22 +82,22 @@ def distillation_loss(
     )
     if isinstance(teacher, Projection):
         against: tuple[Array, ...] = (teacher.hidden,)
-        fixed = _table(teacher.head, teacher.hidden)
+        fixed = _table(teacher.columns, teacher.hidden)
     else:
         against, fixed = tuple(teacher), None
     weights = jnp.where(targets < 0, 0.0, weights.astype(jnp.float32))
     held = jax.lax.stop_gradient((*against, jnp.maximum(targets, 0), weights))
-    sums = _summed(options, student.hidden, student.head, held, jax.lax.stop_gradient(fixed))
+    sums = _summed(options, student.hidden, student.columns, held, jax.lax.stop_gradient(fixed))
     return sums[0], jax.lax.stop_gradient(sums[1]), jax.lax.stop_gradient(sums[2])
 
 
 def top_tokens(teacher: Projection, k: int, temperature: float, chunks: int | str = "auto") -> TopTokens:
     """Return the teacher's k most likely tokens at each position, most likely first."""
     batch, length = teacher.hidden.shape[:2]
-    columns = (teacher.hidden if teacher.head is None else teacher.head).shape[-1]
+    columns = (teacher.hidden if teacher.columns is None else teacher.columns).shape[-1]
     count = choose_chunks(chunks, batch, length, columns)
     options = LossOptions(teacher.vocab_size, count, teacher.softcap)
-    table = _table(teacher.head, teacher.hidden)
+    table = _table(teacher.columns, teacher.hidden)
 
     def tile(_: None, hidden: Array) -> tuple[None, tuple[Array, Array]]:
         z = _statistics(options, _project(hidden, table))[0] / temperature

@@ -77,12 +77,12 @@ def kl_regularized_loss(
     targets = jnp.maximum(targets, 0)
     if shards("batch") * shards("sequence") * shards("vocab") == 1:  # one long row: cutting it copies nothing
         mine, its, targets, weights = (x.reshape(1, -1, *x.shape[2:]) for x in (mine, its, targets, weights))
-    columns = mine.shape[-1] if policy.head is None else policy.head.shape[1]
+    columns = mine.shape[-1] if policy.columns is None else policy.columns.shape[1]
     count = choose_chunks(policy.chunks, targets.shape[0], targets.shape[1], 2 * columns)
     loss = LossOptions(policy.vocab_size, count, policy.softcap, label_smoothing, z_loss, False, policy.fp8)
     options = Options(loss, estimator)
     beta = jnp.asarray(beta, jnp.float32)
-    sums = _summed(options, mine, policy.head, its, reference.head, targets, weights, beta)
+    sums = _summed(options, mine, policy.columns, its, reference.columns, targets, weights, beta)
     return Sums(sums[0], *jax.lax.stop_gradient(sums[1:]))
 
 

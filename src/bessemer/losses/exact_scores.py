@@ -119,8 +119,8 @@ def tiles_of(
     """
     projection, options = hidden.projection, _options(hidden, temperature)
     table = None
-    if projection.head is not None:
-        table = constrain(jax.lax.stop_gradient(projection.head).astype(hidden.states.dtype), "embed", "vocab")
+    if projection.columns is not None:
+        table = constrain(jax.lax.stop_gradient(projection.columns).astype(hidden.states.dtype), "embed", "vocab")
     rows, others = _in_turns(jnp.asarray(targets)), tuple(_in_turns(jnp.asarray(array)) for array in extra)
     devices, turns, length = rows.shape
 
@@ -150,8 +150,8 @@ def tiles_of(
 
 def _options(hidden: Hidden, temperature: float) -> LossOptions:
     p, (devices, _, length) = hidden.projection, hidden.states.shape[:3]
-    width = hidden.states.shape[3] if p.head is None else p.head.shape[1]
-    chunks = 1 if p.head is None else choose_chunks(p.chunks, devices, length, width)
+    width = hidden.states.shape[3] if p.columns is None else p.columns.shape[1]
+    chunks = 1 if p.columns is None else choose_chunks(p.chunks, devices, length, width)
     return LossOptions(p.vocab_size, chunks, p.softcap, temperature=temperature)
 
 

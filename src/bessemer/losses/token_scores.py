@@ -105,7 +105,7 @@ def _per_target(
     `entropy` the second."""
     hidden, targets = jnp.asarray(projection.hidden), jnp.asarray(targets)
     head, given = projection.head, targets.shape
-    loss = LossOptions(projection.vocab_size, 1, projection.softcap, temperature=temperature)
+    loss = LossOptions(projection.vocab_size, 1, projection.softcap, temperature=temperature, tied=projection.tied)
     if head is None:
         found = score(*_statistics(loss, hidden), targets)
         return (found[0], _whole_entropy(loss, hidden, targets)) if entropy else found
@@ -115,7 +115,7 @@ def _per_target(
         order = jnp.argsort(flat < 0, stable=True)
         count = jnp.sum(flat >= 0, dtype=jnp.int32)
         targets, hidden = flat[order][None], hidden.reshape(-1, hidden.shape[-1])[order][None]
-    sizes = (targets.shape[0], targets.shape[1], head.shape[1])
+    sizes = (targets.shape[0], targets.shape[1], head.shape[0 if projection.tied else 1])
     kernel = projection.kernels == "pallas" and temperature == 1 and shards("vocab") == 1
     forward = choose_chunks(projection.chunks, *sizes, None if backend() == "cpu" else FORWARD_TILE)
     chunks = choose_chunks(projection.chunks, *sizes, KERNEL_TILE if kernel else None)
@@ -130,13 +130,14 @@ def _per_target(
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _scores(options: _Options, hidden: Array, head: Array, targets: Array, count: Array | None) -> tuple[Array, ...]:
-    """hidden: (B, T, D), head: (D, V), targets: (B, T). count: () int32, targets are at the first `count` positions of
-    one row; None: anywhere."""
-    table, chunks = constrain(head.astype(hidden.dtype), "embed", "vocab"), options.forward.chunks
+    """hidden: (B, T, D), head: (D, V), or tied (V, D), targets: (B, T). count: () int32, targets are at the first
+    `count` positions of one row; None: anywhere."""
+    loss, chunks = options.forward, options.forward.chunks
+    table = constrain(head.astype(hidden.dtype), *loss.head_axes)
 
     def tile(_: None, inputs: tuple[Array, Array]) -> tuple[None, tuple[Array, ...]]:
         h, t = inputs
-        return None, options.score(*_statistics(options.forward, _logits(h, table)), t)
+        return None, options.score(*_statistics(loss, _logits(h, table, tied=loss.tied)), t)
 
     pieces = (split(hidden, chunks), split(targets, chunks, IGNORED))
     _, found = scan_tiles(tile, None, pieces, chunks, _tiles(count, pieces[1]))
@@ -177,7 +178,7 @@ def _entropy_gradients(
 
     H = −Σ p log p over z:   ∂H/∂z_j = −p_j (log p_j + H)
     """
-    logits, gradients = _products(head, hidden.dtype)
+    logits, gradients = _products(head, hidden.dtype, options.tied)
     groups = row_groups(hidden.shape[0], -(-hidden.shape[1] // options.chunks))
 
     def tile(dhead: Array, inputs: tuple[Array, Array]) -> tuple[Array, Array]:
@@ -186,10 +187,10 @@ def _entropy_gradients(
         dh, added = gradients(h, dlogits, jnp.max(jnp.abs(dlogits)), groups if trained else None)
         if added is None:
             return dhead, dh.astype(h.dtype)
-        return constrain(dhead + added, "batch", "sequence", None, "vocab"), dh.astype(h.dtype)
+        return constrain(dhead + added, *options.gradient_axes), dh.astype(h.dtype)
 
     zeros = jnp.zeros((*groups, *head.shape) if trained else (1, 1, 1, 1), jnp.float32)
-    start = constrain(zeros, "batch", "sequence", None, "vocab")
+    start = constrain(zeros, *options.gradient_axes)
     pieces = (split(hidden, options.chunks), split(weights, options.chunks))
     dhead, dhidden = scan_tiles(tile, start, pieces, options.chunks, tiles)
     dhidden = join(dhidden)[:, : hidden.shape[1]]

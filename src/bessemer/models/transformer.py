@@ -147,7 +147,12 @@ class Transformer(Model):
 
     @abstractmethod
     def _head(self) -> Array:
-        """Return the head (D, V), its columns padded."""
+        """Return the head (D, V), or the table (V, D) if `head_is_embedding`; the vocabulary is padded."""
+
+    @property
+    def head_is_embedding(self) -> bool:
+        """Whether the head is the embedding table, as rows."""
+        return False
 
     def _cap(self) -> float:
         """c of c·tanh(logits/c); 0 = off."""
@@ -353,7 +358,8 @@ class Transformer(Model):
     def projection(self, batch: Batch, deterministic: bool = True) -> Projection:
         (hidden, _), fp8 = self._hidden_of(batch, deterministic), self._head_fp8(not deterministic)
         kernels = choose_kernels(self.kernels, self.compute_dtype)
-        return Projection(hidden, self._head(), self.vocab_size, self._cap(), self.loss_chunks, fp8, kernels)
+        own = (self.vocab_size, self._cap(), self.loss_chunks, fp8, kernels, self.head_is_embedding)
+        return Projection(hidden, self._head(), *own)
 
     def loss(
         self,
@@ -375,6 +381,7 @@ class Transformer(Model):
             chunks=self.loss_chunks,
             kernels=choose_kernels(self.kernels, self.compute_dtype),
             fp8=self._head_fp8(not deterministic),
+            tied=self.head_is_embedding,
         )
         loss, nll = score(batch["target_ids"], weights, label_smoothing=label_smoothing, z_loss=z_loss)
         loss = loss + stats["loss"] if "loss" in stats else loss
@@ -395,8 +402,10 @@ class Transformer(Model):
         return hidden, stats
 
     def _logits(self, hidden: Array) -> Array:
-        table = constrain(self._head().astype(hidden.dtype), "embed", "vocab")
-        logits = jnp.einsum("btd,dv->btv", hidden, table, preferred_element_type=jnp.float32)
+        tied, head = self.head_is_embedding, self._head().astype(hidden.dtype)
+        table = constrain(head, *(("vocab", "embed") if tied else ("embed", "vocab")))
+        form = "btd,vd->btv" if tied else "btd,dv->btv"
+        logits = jnp.einsum(form, hidden, table, preferred_element_type=jnp.float32)
         logits = constrain(logits, "batch", "sequence", "vocab")
         return soft_cap(logits, self._cap())[..., : self.vocab_size]
 
