@@ -14,7 +14,7 @@ from bessemer.kernels import norms, ops
 from bessemer.kernels.loss import softmax_gradient
 from bessemer.losses import cross_entropy
 from bessemer.models.gpt import GPT
-from bessemer.topology import TopologySettings, init_sharded, make_topology
+from bessemer.topology import TopologySettings, init_sharded, make_topology, planned_for
 
 B, T, D = 4, 8, 96  # 96 = 3 pieces of 32
 
@@ -35,6 +35,19 @@ def both(function, cotangents, *args):
         values, pull = jax.vjp(lambda *a, i=implementation: function(i, *a), *args)
         results.append((values, pull(cotangents)))
     return results
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 24), (1, 24), (2, 1, 24), (1, 3, 24)])
+def test_a_single_row_is_multiplied_as_one_of_several_on_a_gpu(shape):
+    """The same product: one row alone would be rounded to bf16 before it is summed, and W read three times."""
+    rng = np.random.default_rng(0)
+    x, w = (jnp.asarray(rng.standard_normal(s), jnp.bfloat16) for s in (shape, (24, 40)))
+    with planned_for("gpu"):
+        found = jax.jit(lambda x, w: ops.linear(x, w, (None, None), jnp.bfloat16))(x, w)
+        rows = jax.make_jaxpr(lambda x, w: ops.linear(x, w, (None, None), jnp.bfloat16))(x, w)
+    assert found.shape == (*shape[:-1], 40)
+    np.testing.assert_allclose(found.astype("f4"), x.astype("f4") @ w.astype("f4"), rtol=2e-2, atol=5e-2)
+    assert (f"bf16[{ops.FEW_ROWS},40]" in str(rows)) == (x.size == 24)
 
 
 def test_a_width_that_is_no_power_of_two_is_held_in_pieces():

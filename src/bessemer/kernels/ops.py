@@ -16,9 +16,12 @@ from jax import Array
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 
+from bessemer.topology.chips import backend
 from bessemer.topology.rules import constrain, in_stage, mesh_axes, rule_axes, shards
 
 NORM_EPSILON = 1e-6
+FEW_ROWS = 8
+"""Rows of a product that is worth a matrix unit."""
 Axes = tuple[str | None, str | None]
 
 
@@ -187,7 +190,21 @@ def linear(x: Array, w: Array, axes: Axes, dtype: Any) -> Array:
     automatic rule's form makes a CPU copy both operands to transpose them (a feed-forward layer's gradient of 90 ms
     took 71 ms instead).
     """
-    return x @ constrain(w.astype(dtype), *axes)
+    table = constrain(w.astype(dtype), *axes)
+    if x.size == x.shape[-1] and backend() == "gpu":
+        return _times_one_row(x, table)
+    return x @ table
+
+
+def _times_one_row(x: Array, w: Array) -> Array:
+    """x W of a single row, as the first of FEW_ROWS.
+
+    XLA makes a product with one row a multiplication, which writes all x_i W_ij in the compute dtype, and a sum that
+    reads them again. As rows, W is read once, sums are float32, and products of the same x join: a decode step of a
+    Llama of 1.24B, compiled for an H200, has 260 kernels in place of 324.
+    """
+    rows = jnp.pad(x.reshape(1, -1), ((0, FEW_ROWS - 1), (0, 0)))
+    return (rows @ w)[:1].reshape(*x.shape[:-1], w.shape[-1])
 
 
 def _linear_forward(x: Any, w: Any, axes: Axes, dtype: Any) -> tuple[Array, tuple[Array | None, Array]]:
