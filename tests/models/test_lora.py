@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import types
 
 import jax
@@ -33,6 +34,7 @@ from bessemer.models.lora import (
     merge_adapters,
     merged,
     project,
+    project_all,
     split_of,
     stack_adapters,
 )
@@ -325,6 +327,71 @@ def test_no_gradient_of_a_frozen_matrix_is_computed() -> None:
     attention = 2 * 3 * 2 * 2 * IDS.size * 16 * 128  # two products in two layers, thrice
     first = 3 * (128 * 128 + 128 * 2)  # the frozen embeddings need no gradient from q, k, v and their A in layer 0
     assert sum(count for _, count in products) == attention + IDS.size * (4 * matrices + 6 * adapters - 2 * first)
+
+
+MIXED = {
+    "all of them": ("adapted", "adapted", "adapted"),
+    "not the second": ("adapted", "plain", "adapted"),
+    "one of them": ("plain", "adapted", "plain"),
+}
+
+
+def kernels_of(kinds, dora=False, ranks=(2, 3, 4)):
+    """Matrices with one input, some of them with adapters, of different ranks and widths."""
+    rng = np.random.default_rng(5)
+
+    def matrix(*shape):
+        return jnp.asarray(rng.standard_normal(shape), jnp.float32)
+
+    made = []
+    for kind, rank, width in zip(kinds, ranks, (12, 6, 6), strict=True):
+        w = matrix(8, width)
+        adapted = Adapted(w, matrix(8, rank), matrix(rank, width), 0.5, m=matrix(width) if dora else None)
+        made.append(adapted if kind == "adapted" else w)
+    return made
+
+
+@pytest.mark.parametrize("dora", [False, True])
+@pytest.mark.parametrize("kinds", MIXED.values(), ids=MIXED)
+def test_adapters_that_share_an_input_read_it_together(kinds, dora) -> None:
+    """The same products and gradients as one after the other; x is read once for all A's, forward and backward."""
+    kernels, axes = kernels_of(kinds, dora), [("embed", "heads"), ("embed", "kv"), ("embed", "kv")]
+    x = jnp.asarray(np.random.default_rng(6).standard_normal((2, 5, 8)), jnp.float32)
+
+    def alone(x, kernels):
+        return [project(x, kernel, one, jnp.float32) for kernel, one in zip(kernels, axes, strict=True)]
+
+    def together(x, kernels):
+        return project_all(x, kernels, axes, jnp.float32)
+
+    def gradients(function):
+        return jax.grad(lambda x, k: sum(jnp.sum(jnp.sin(y)) for y in function(x, k)), argnums=(0, 1))
+
+    for own, expected in zip(together(x, kernels), alone(x, kernels), strict=True):
+        np.testing.assert_allclose(own, expected, rtol=1e-5, atol=1e-5)
+    pairs = zip(*(jax.tree.leaves(gradients(f)(x, kernels)) for f in (together, alone)), strict=True)
+    for own, expected in pairs:
+        np.testing.assert_allclose(own, expected, rtol=1e-4, atol=1e-5)
+    ranks = [kernel.a.shape[-1] for kernel in kernels if isinstance(kernel, Adapted)]
+    shapes = [shape for shape, _ in dots(jax.make_jaxpr(gradients(together))(x, kernels))]
+    assert [shape for shape in shapes if shape[-2:] == (5, sum(ranks))], "one product with all A's"
+    assert (8, sum(ranks)) in shapes, "one product for the gradient of all A's"
+
+
+def test_adapters_with_dropout_read_their_own_input() -> None:
+    """Each has its own dropped entries; those of training only."""
+    kernels, axes = kernels_of(MIXED["all of them"]), [("embed", "heads"), ("embed", "kv"), ("embed", "kv")]
+    x = jnp.ones((2, 5, 8), jnp.float32)
+    dropping = [
+        dataclasses.replace(kernel, dropout=0.5, keys=row_keys(jax.random.key(n), jnp.arange(2)))
+        for n, kernel in enumerate(kernels)
+    ]
+    expected = [project(x, kernel, one, jnp.float32) for kernel, one in zip(dropping, axes, strict=True)]
+    for own, other in zip(project_all(x, dropping, axes, jnp.float32), expected, strict=True):
+        np.testing.assert_array_equal(own, other)
+    evaluated = [dataclasses.replace(kernel, dropout=0.5) for kernel in kernels]
+    for own, other in zip(*(project_all(x, k, axes, jnp.float32) for k in (evaluated, kernels)), strict=True):
+        np.testing.assert_array_equal(own, other)
 
 
 HIDDEN, HEAD = (np.random.default_rng(n).standard_normal(s).astype("f4") for n, s in ((1, (2, 6, 8)), (2, (8, 64))))

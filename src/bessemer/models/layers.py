@@ -23,7 +23,7 @@ from bessemer.kernels.feed_forward import can_join, feed_forward
 from bessemer.kernels.norms import add_norm, can_pack, mix_norm, unpack_rotate_norm
 from bessemer.kernels.ops import Axes, dropout, fold_in, linear, lookup, relu_squared, rms_norm, rotate, rotate_norm
 from bessemer.kernels.quantized import Quantized, quantized_linear
-from bessemer.models.lora import Adapted, is_node, with_keys
+from bessemer.models.lora import Adapted, is_node, updates, with_keys
 from bessemer.models.moe import AXES as EXPERT_AXES
 from bessemer.models.moe import BIAS, NOTHING, ROUTER, Routing, Stats, Watch, expert_sizes, routed_feed_forward
 from bessemer.models.shape import ExpertShape, Shape, scan_segments
@@ -213,13 +213,9 @@ def _packed(options: LayerOptions, matrices: Sequence[Array | Quantized | Adapte
     packed = _product(options, "q", weights, h)
     if not any(isinstance(m, Adapted) for m in matrices):
         return packed
-    updates = [
-        m.update(h, AXES["q"], options.dtype)
-        if isinstance(m, Adapted)
-        else jnp.zeros((*h.shape[:-1], m.shape[1]), h.dtype)
-        for m in matrices
-    ]
-    packed += jnp.concatenate(updates, axis=-1)
+    found = updates(h, matrices, [AXES["q"]] * len(matrices), options.dtype)
+    nothing = [jnp.zeros((*h.shape[:-1], m.shape[1]), h.dtype) for m in matrices]
+    packed += jnp.concatenate([n if f is None else f for f, n in zip(found, nothing, strict=True)], axis=-1)
     if not any(isinstance(m, Adapted) and m.scales_columns for m in matrices):
         return packed
     factors = [m.factor() if isinstance(m, Adapted) else jnp.ones(m.shape[1], jnp.float32) for m in matrices]

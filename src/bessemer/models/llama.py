@@ -12,7 +12,7 @@ its own: it overrides `norm_sizes`, `vector_sizes`, `ropes`, `_layer_options` or
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar, NamedTuple
@@ -31,7 +31,7 @@ from bessemer.models.cache import Cache
 from bessemer.models.hf_types import HFType
 from bessemer.models.layers import AXES as MATRIX_AXES
 from bessemer.models.layers import After, Attend, Step, Stream, attend_heads, declare, declare_experts
-from bessemer.models.lora import project, with_keys
+from bessemer.models.lora import project_all, with_keys
 from bessemer.models.moe import (
     BIAS,
     NOTHING,
@@ -307,7 +307,11 @@ def normed(options: LayerOptions, params: Params, name: str, x: Array) -> Array:
 
 
 def self_attention(options: LayerOptions, params: Params, h: Array, rotary: Rotary, attend: Attend) -> Array:
-    q, k, v = (heads_of(options, params, name, h) for name in ("q", "k", "v"))
+    names = ("q", "k", "v")
+    q, k, v = (
+        split_heads(options, params, name, y)
+        for name, y in zip(names, linears_of(options, params, names, h), strict=True)
+    )
     q, k = turned(q, rotary, options.query_scale), turned(k, rotary)
     if "sinks" in params:
         attend = partial(attend, sinks=params["sinks"])
@@ -324,8 +328,13 @@ def turned(x: Array, rotary: Rotary, scale: float = 1.0) -> Array:
 
 
 def heads_of(options: LayerOptions, params: Params, name: str, h: Array) -> Array:
-    """(B, T, D) → (B, T, heads, head_dim), normed where the model has a norm: of each head, or of all of them."""
-    y = checkpoint_name(linear_of(options, params, name, h), name)
+    """Return `split_heads` of the product of h with the matrix `name`. h: (B, T, D)."""
+    return split_heads(options, params, name, linear_of(options, params, name, h))
+
+
+def split_heads(options: LayerOptions, params: Params, name: str, y: Array) -> Array:
+    """(B, T, W) → (B, T, heads, head_dim), normed where the model has a norm: of each head, or of all of them."""
+    y = checkpoint_name(y, name)
     weight = params.get(f"{name}_norm")
     of_heads = weight is None or weight.shape[-1] == options.head_dim
     if not of_heads:
@@ -348,17 +357,24 @@ def _feed_forward(options: LayerOptions, params: Params, h: Array, watch: Watch)
 
 
 def _dense_feed_forward(options: LayerOptions, params: Params, h: Array) -> Array:
+    names = ("gate", "up")
     gate, up = (
-        constrain(checkpoint_name(linear_of(options, params, name, h), name), "batch", "sequence", "mlp")
-        for name in ("gate", "up")
+        constrain(checkpoint_name(y, name), "batch", "sequence", "mlp")
+        for name, y in zip(names, linears_of(options, params, names, h), strict=True)
     )
     return linear_of(options, params, "down", checkpoint_name(options.activation(gate) * up, "mlp_hidden"))
 
 
 def linear_of(options: LayerOptions, params: Params, name: str, x: Array) -> Array:
-    y = project(x, params[name], AXES[name], options.dtype)
-    bias = params.get(f"{name}_bias")
-    return y if bias is None else y + bias.astype(y.dtype)
+    """Return the product of x with the matrix `name`, and its bias if there is one."""
+    return linears_of(options, params, (name,), x)[0]
+
+
+def linears_of(options: LayerOptions, params: Params, names: Sequence[str], x: Array) -> list[Array]:
+    """Return `linear_of` of each name; adapters read x together."""
+    products = project_all(x, [params[name] for name in names], [AXES[name] for name in names], options.dtype)
+    biases = [params.get(f"{name}_bias") for name in names]
+    return [y if bias is None else y + bias.astype(y.dtype) for y, bias in zip(products, biases, strict=True)]
 
 
 @models.register("llama")
@@ -636,7 +652,11 @@ class Llama(Transformer, ExpertSettings):
         return ops.lookup(self.embedding, ids, ("vocab", None), self.compute_dtype)
 
     def _head(self) -> Array:
-        return self.embedding.T if self.tied_head else self.head
+        return self.embedding if self.tied_head else self.head
+
+    @property
+    def head_is_embedding(self) -> bool:
+        return self.tied_head
 
     def _layer_options(self) -> LayerOptions:
         options = (self.head_dim, self.compute_dtype, self.norm_epsilon, self.dropout, self.norm_offset)

@@ -183,11 +183,20 @@ class Adapted:
         """The adapted product, from base = x W. x: (B, T, m); axes: those of W."""
         return self.scaled(base + self.update(x, axes, dtype))
 
+    @property
+    def shares_input(self) -> bool:
+        """Whether A reads x as it is, the same for all rows."""
+        return not self.several and (self.dropout == 0 or self.keys is None)
+
     def update(self, x: Array, axes: Axes, dtype: Any) -> Array:
         """scale·(x A) B in `dtype`."""
         if self.several:
             return (x @ self.a.astype(dtype)) @ (self.scale * self.b).astype(dtype)
         low = checkpoint_name(linear(dropout(x, self.dropout, self.keys), self.a, (axes[0], None), dtype), "adapter")
+        return self.raised(low, axes, dtype)
+
+    def raised(self, low: Array, axes: Axes, dtype: Any) -> Array:
+        """scale·low B in `dtype`, low = x A."""
         return linear(low, self.scale * self.b, (None, axes[1]), dtype)
 
     def scaled(self, y: Array) -> Array:
@@ -228,6 +237,42 @@ def project(x: Array, kernel: Array | Quantized | Adapted, axes: Axes, dtype: An
     if isinstance(kernel, Quantized):
         return quantized_linear(x, kernel, axes, dtype)
     return linear(x, kernel, axes, dtype)
+
+
+def project_all(
+    x: Array, kernels: Sequence[Array | Quantized | Adapted], axes: Sequence[Axes], dtype: Any
+) -> list[Array]:
+    """Return x W of each kernel in `dtype`, with the products of their adapters. x: (B, T, m)."""
+    made = []
+    for kernel, one, update in zip(kernels, axes, updates(x, kernels, axes, dtype), strict=True):
+        if isinstance(kernel, Adapted) and update is not None:
+            made.append(kernel.scaled(project(x, kernel.w, one, dtype) + update))
+        else:
+            made.append(project(x, kernel, one, dtype))
+    return made
+
+
+def updates(
+    x: Array, kernels: Sequence[Array | Quantized | Adapted], axes: Sequence[Axes], dtype: Any
+) -> list[Array | None]:
+    """Return scale·(x A) B of each kernel that has an adapter, else None. x: (B, T, m).
+
+    Adapters that read the same x share one product with all of their A's, and so in the backward pass one for the
+    gradients of the A's and one for that of x: each takes as long as reading or writing x.
+    """
+    joint = {n: k.a for n, k in enumerate(kernels) if isinstance(k, Adapted) and k.shares_input}
+    low: dict[int, Array] = {}
+    if len(joint) > 1:
+        matrices = list(joint.values())
+        product = linear(x, jnp.concatenate(matrices, axis=-1), (axes[0][0], None), dtype)
+        ends = np.cumsum([a.shape[-1] for a in matrices])
+        low = dict(zip(joint, jnp.split(checkpoint_name(product, "adapter"), ends[:-1], axis=-1), strict=True))
+    return [
+        (kernel.raised(low[n], axes[n], dtype) if n in low else kernel.update(x, axes[n], dtype))
+        if isinstance(kernel, Adapted)
+        else None
+        for n, kernel in enumerate(kernels)
+    ]
 
 
 def with_keys(params: dict[str, Any], keys: Array | None) -> dict[str, Any]:
