@@ -9,10 +9,21 @@ import numpy as np
 import pytest
 
 from bessemer.generate import Engine, Request
-from bessemer.generate.rows import BETWEEN_LOOKS, _decode, _empty_rows, forward, in_use, put_rows, stop_table, take_rows
+from bessemer.generate.rows import (
+    BETWEEN_LOOKS,
+    Slots,
+    _decode,
+    _empty_rows,
+    forward,
+    in_use,
+    put_rows,
+    stop_table,
+    take_rows,
+)
 from bessemer.generate.sampling import Way
 from bessemer.models.allocation import Allocation
 from bessemer.models.gpt import GPT
+from bessemer.models.lora import Adapted
 from tiny_run import random_params, tiny_model, tiny_params
 
 
@@ -64,6 +75,27 @@ def test_parameters_cast_before_a_loop_give_the_same_bits_as_cast_in_it():
     cast = in_use(model, params)
     assert cast["blocks_0"]["q"].dtype == cast["head"].dtype == jnp.bfloat16
     assert cast["embedding"].dtype == cast["blocks_1"]["value_gate"].dtype == jnp.float32
+    ids, lengths = jnp.arange(8).reshape(2, 4), jnp.array([4, 3])
+    step = jax.jit(lambda params: forward(model, params, ids, model.init_cache(2, 16), lengths)[0])
+    np.testing.assert_array_equal(step(params), step(cast))
+
+
+@pytest.mark.parametrize("dora", [False, True])
+def test_adapters_cast_before_a_loop_give_the_same_bits_as_cast_in_it(dora: bool):
+    """Also where the factor α/r is no power of two: B is scaled before it is rounded. DoRA's norms need float32."""
+    model = GPT(depth=1, width=32, head_dim=16, vocab_size=60, block_size=16, precision="bf16")
+    params, rng = random_params(model, 4), np.random.default_rng(1)
+
+    def adapted(w):
+        a, b, m = (jnp.asarray(rng.standard_normal(s), jnp.float32) for s in ((32, 3), (3, w.shape[1]), (w.shape[1],)))
+        return Adapted(w.astype(jnp.bfloat16), a, b, 16 / 3, m if dora else None)
+
+    params["blocks_0"] |= {name: adapted(params["blocks_0"][name]) for name in ("q", "up")}
+    slots = Slots(model, 2, 16, 4, 0)
+    cast = slots.cast(params)
+    node = cast["blocks_0"]["q"]
+    assert node.w.dtype == jnp.bfloat16 and node.a.dtype == node.b.dtype == (jnp.float32 if dora else jnp.bfloat16)
+    assert slots.cast(cast) is cast, "nothing is left to cast"
     ids, lengths = jnp.arange(8).reshape(2, 4), jnp.array([4, 3])
     step = jax.jit(lambda params: forward(model, params, ids, model.init_cache(2, 16), lengths)[0])
     np.testing.assert_array_equal(step(params), step(cast))

@@ -38,7 +38,7 @@ from bessemer.models.lora import (
     split_of,
     stack_adapters,
 )
-from bessemer.topology import make_topology, shardings, unbox
+from bessemer.topology import make_topology, planned_for, shardings, unbox
 
 IDS = np.random.default_rng(0).integers(0, 300, (2, 16)).astype(np.int32)
 
@@ -535,3 +535,18 @@ def test_a_saved_configuration_gives_the_same_split() -> None:
     split = split_of(saved, boxed(), tiny_model())
     assert split == lora_split(alpha=8.0, targets=("*/q",)) and split.lora.scale == 2.0
     assert split_of({}, boxed(), tiny_model()).everything
+
+
+@pytest.mark.parametrize("tokens", [1, 2**14])
+def test_a_small_product_with_an_adapter_is_kept_apart_on_a_gpu(tokens: int) -> None:
+    """XLA would join it with the product with W, copying W in every decode step."""
+    x = jax.ShapeDtypeStruct((2, tokens, 1024), jnp.bfloat16)
+    w, a, b = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((1024, 64), (1024, 4), (4, 64)))
+
+    def product(x, w, a, b):
+        return project(x, Adapted(w, a, b, 1.0), ("embed", "heads"), jnp.bfloat16)
+
+    with planned_for("gpu"):
+        traced = str(jax.make_jaxpr(product)(x, w, a, b))
+    assert ("optimization_barrier" in traced) == (tokens == 1)
+    assert "optimization_barrier" not in str(jax.make_jaxpr(lambda *args: product(*args))(x, w, a, b))

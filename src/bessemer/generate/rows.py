@@ -150,9 +150,9 @@ def in_use(model: Any, params: Any) -> Any:
 
 
 def _cast(model: Any, path: Any, leaf: Any) -> Any:
-    """Cast matrices only: a step reads few rows of a table, and gates are float32 in use."""
+    """Cast matrices and adapters only: a step reads few rows of a table, and gates are float32 in use."""
     if isinstance(leaf, Adapted):
-        return replace(leaf, w=_cast(model, path, leaf.w))
+        return replace(leaf.in_use(model.compute_dtype), w=_cast(model, path, leaf.w))
     if isinstance(leaf, Quantized):
         return leaf
     group = model.group_of(tuple(str(getattr(key, "key", key)) for key in path))
@@ -397,16 +397,20 @@ class Slots:
         return [(size, reach) for size in self.sizes for reach in reaches]
 
     def cast(self, params: Any) -> Any:
-        """Return the parameters as programs read them: matrices in the compute dtype. What has it already is not
-        copied."""
-        before, form = jax.tree.flatten(params)
-        after = jax.tree.leaves(jax.eval_shape(functools.partial(cast_matrices, self._model), params))
-        changed = [n for n, (old, new) in enumerate(zip(before, after, strict=True)) if old.dtype != new.dtype]
+        """Return the parameters as programs read them: matrices and adapters in the compute dtype. What has it already
+        is not copied."""
+        return self._with_cast_leaves(params, self._cast)
+
+    def _with_cast_leaves(self, params: Any, make: Callable[[Any], Sequence[Any]]) -> Any:
+        """Return `params` with what `make` returns, the result of `_cast_leaves`, where a dtype changes."""
+        found = jax.tree.leaves(params)
+        after, form = jax.tree.flatten(jax.eval_shape(functools.partial(cast_matrices, self._model), params))
+        changed = [n for n, (old, new) in enumerate(zip(found, after, strict=True)) if old.dtype != new.dtype]
         if not changed:
             return params
-        for n, leaf in zip(changed, self._cast([before[n] for n in changed]), strict=True):
-            before[n] = leaf
-        return jax.tree.unflatten(form, before)
+        for n, leaf in zip(changed, make(params), strict=True):
+            found[n] = leaf
+        return jax.tree.unflatten(form, found)
 
     def admit(self, params: Any, admission: Admission, width: int) -> Array | None:
         """Prefill new rows into slots; `width` is the bucket of what their prompts add to the cache.
@@ -483,14 +487,7 @@ class Slots:
 
     def _cast_abstract(self, params: Any) -> Any:
         """Return what `cast` does to abstract parameters."""
-        before, form = jax.tree.flatten(params)
-        after = jax.tree.leaves(jax.eval_shape(functools.partial(cast_matrices, self._model), params))
-        changed = [n for n, (old, new) in enumerate(zip(before, after, strict=True)) if old.dtype != new.dtype]
-        if changed:
-            made = compiled_shapes(self._cast.program, [before[n] for n in changed])
-            for n, leaf in zip(changed, made, strict=True):
-                before[n] = leaf
-        return jax.tree.unflatten(form, before)
+        return self._with_cast_leaves(params, functools.partial(compiled_shapes, self._cast.program))
 
 
 def row_sizes(count: int) -> tuple[int, ...]:
@@ -509,8 +506,10 @@ def compiled_shapes(program: Any, *args: Any) -> Any:
     return jax.tree.map(lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), shapes, places)
 
 
-def _cast_leaves(model: Any, leaves: Sequence[Array]) -> list[Array]:
-    return [leaf.astype(model.compute_dtype) for leaf in leaves]
+def _cast_leaves(model: Any, params: Any) -> list[Array]:
+    """Return the leaves of `cast_matrices` that have another dtype than before."""
+    pairs = zip(jax.tree.leaves(params), jax.tree.leaves(cast_matrices(model, params)), strict=True)
+    return [new for old, new in pairs if new.dtype != old.dtype]
 
 
 def _program(function: Any, name: str, static: tuple[str, ...], places: Any) -> CompiledTogether:

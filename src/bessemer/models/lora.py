@@ -36,6 +36,7 @@ from bessemer.errors import InputError, nearest
 from bessemer.kernels.ops import Axes, dropout, fold_in, linear
 from bessemer.kernels.quantized import KINDS, Quantized, dense, quantized_linear, size_of
 from bessemer.models.protocol import Adaptable, GroupOf, group_of
+from bessemer.topology.chips import backend
 
 A, B, M = "lora_a", "lora_b", "lora_m"
 EXPERTS = "expert"
@@ -44,6 +45,8 @@ STACKED = ("layers", EXPERTS)
 ALL_LINEAR = ("all-linear",)
 PARAM_DTYPES = ("float32", "bfloat16")
 """Of trained parameters at rest (training.param_dtype); those of fewer than two axes, and adapters, are float32."""
+JOINED = 2**25
+"""Bytes of x up to which XLA joins products with it on a GPU (xla_gpu_dot_merger_threshold_mb)."""
 Path = tuple[str, ...]
 T = TypeVar("T")
 
@@ -192,8 +195,7 @@ class Adapted:
         """scale·(x A) B in `dtype`."""
         if self.several:
             return (x @ self.a.astype(dtype)) @ (self.scale * self.b).astype(dtype)
-        low = checkpoint_name(linear(dropout(x, self.dropout, self.keys), self.a, (axes[0], None), dtype), "adapter")
-        return self.raised(low, axes, dtype)
+        return self.raised(_lowered(dropout(x, self.dropout, self.keys), self.a, axes, dtype), axes, dtype)
 
     def raised(self, low: Array, axes: Axes, dtype: Any) -> Array:
         """scale·low B in `dtype`, low = x A."""
@@ -202,6 +204,12 @@ class Adapted:
     def scaled(self, y: Array) -> Array:
         """y as it is; with DoRA its columns times `factor`, in float32: bf16 would round a factor near 1 to it."""
         return (y.astype(jnp.float32) * self.factor()).astype(y.dtype) if self.scales_columns else y
+
+    def in_use(self, dtype: Any) -> Adapted:
+        """Return the adapter as products read it, cast and scaled; with DoRA as it is, whose norms are float32."""
+        if self.m is not None or self.b.dtype == dtype:
+            return self
+        return replace(self, a=self.a.astype(dtype), b=(self.scale * self.b).astype(dtype), scale=1.0)
 
     def factor(self) -> Array:
         """m / ‖W + scale·A·B‖ by column, (…, n), or (B, 1, n) of several; 1 without DoRA. The norm has no gradient."""
@@ -239,6 +247,17 @@ def project(x: Array, kernel: Array | Quantized | Adapted, axes: Axes, dtype: An
     return linear(x, kernel, axes, dtype)
 
 
+def _lowered(x: Array, a: Array, axes: Axes, dtype: Any) -> Array:
+    """x A, (B, T, m) → (B, T, r).
+
+    The barrier keeps XLA from joining this with the product of x and W: on a GPU it would copy W and A into one matrix
+    first. In a decode step of a Llama of 8.03B, 10 GB of weights were copied for that.
+    """
+    if backend() == "gpu" and x.size * x.dtype.itemsize <= JOINED:
+        x = jax.lax.optimization_barrier(x)
+    return checkpoint_name(linear(x, a, (axes[0], None), dtype), "adapter")
+
+
 def project_all(
     x: Array, kernels: Sequence[Array | Quantized | Adapted], axes: Sequence[Axes], dtype: Any
 ) -> list[Array]:
@@ -264,9 +283,9 @@ def updates(
     low: dict[int, Array] = {}
     if len(joint) > 1:
         matrices = list(joint.values())
-        product = linear(x, jnp.concatenate(matrices, axis=-1), (axes[0][0], None), dtype)
+        together = _lowered(x, jnp.concatenate(matrices, axis=-1), axes[0], dtype)
         ends = np.cumsum([a.shape[-1] for a in matrices])
-        low = dict(zip(joint, jnp.split(checkpoint_name(product, "adapter"), ends[:-1], axis=-1), strict=True))
+        low = dict(zip(joint, jnp.split(together, ends[:-1], axis=-1), strict=True))
     return [
         (kernel.raised(low[n], axes[n], dtype) if n in low else kernel.update(x, axes[n], dtype))
         if isinstance(kernel, Adapted)
