@@ -38,8 +38,9 @@ def both(function, cotangents, *args):
 
 
 @pytest.mark.parametrize("shape", [(1, 1, 24), (1, 24), (2, 1, 24), (1, 3, 24)])
-def test_a_single_row_is_multiplied_as_one_of_several_on_a_gpu(shape):
+def test_a_single_row_is_multiplied_as_one_of_several_on_a_gpu(shape, monkeypatch: pytest.MonkeyPatch):
     """The same product: one row alone would be rounded to bf16 before it is summed, and W read three times."""
+    monkeypatch.setattr(ops, "WIDE", 24 * 40)
     rng = np.random.default_rng(0)
     x, w = (jnp.asarray(rng.standard_normal(s), jnp.bfloat16) for s in (shape, (24, 40)))
     with planned_for("gpu"):

@@ -22,6 +22,8 @@ from bessemer.topology.rules import constrain, in_stage, mesh_axes, rule_axes, s
 NORM_EPSILON = 1e-6
 FEW_ROWS = 8
 """Rows of a product that is worth a matrix unit."""
+WIDE = 2**18
+"""Elements of a matrix that takes longer to read than a kernel to start."""
 Axes = tuple[str | None, str | None]
 
 
@@ -191,7 +193,7 @@ def linear(x: Array, w: Array, axes: Axes, dtype: Any) -> Array:
     took 71 ms instead).
     """
     table = constrain(w.astype(dtype), *axes)
-    if x.size == x.shape[-1] and backend() == "gpu":
+    if x.size == x.shape[-1] and w.size >= WIDE and backend() == "gpu":
         return _times_one_row(x, table)
     return x @ table
 
