@@ -17,7 +17,17 @@ from jax.interpreters import partial_eval as pe
 from tests.models.test_lora import BATCH, FAMILIES, IDS, LLAMA, adapted_parts, boxed, dots, loss_of
 
 from bessemer.errors import InputError
-from bessemer.kernels.quantized import CODEBOOK, KINDS, NF4, Int8, Quantized, dense, quantized_linear, size_of
+from bessemer.kernels.quantized import (
+    CODEBOOK,
+    KINDS,
+    NF4,
+    SAMPLING_KINDS,
+    Int8,
+    Quantized,
+    dense,
+    quantized_linear,
+    size_of,
+)
 from bessemer.models.llama import Llama
 from bessemer.models.lora import Adapted, LoraSettings, is_node, make_split, merge_adapters
 from bessemer.topology import TopologySettings, make_topology, shardings, unbox
@@ -92,6 +102,19 @@ def test_dequantized_weights_are_quantized_to_the_same_codes() -> None:
     node = NF4.of(matrix(256, 128))
     for dtype in ("float32", "bfloat16", "float16"):
         np.testing.assert_array_equal(NF4.of(node.dequantized(dtype)).codes, node.codes)
+
+
+@pytest.mark.parametrize("kind", SAMPLING_KINDS)
+def test_a_product_with_codes_per_weight_makes_no_dequantized_matrix(kind: str) -> None:
+    """The codes go into the product: scaled first, all of W would be written and read again in every decode step."""
+    node = SAMPLING_KINDS[kind].of(matrix())
+    x = jnp.asarray(np.random.default_rng(1).standard_normal((2, 1, 128)), jnp.bfloat16)
+    traced = jax.make_jaxpr(lambda x, w: quantized_linear(x, w, AXES, jnp.bfloat16))(x, node)
+    inner = str(traced)
+    assert "= mul" in inner and "bf16[128,96] = mul" not in inner and "f32[128,96] = mul" not in inner
+    found = quantized_linear(x, node, AXES, jnp.bfloat16).astype("f4")
+    expected = x.astype("f4") @ node.dequantized(jnp.float32)
+    np.testing.assert_allclose(found, expected, rtol=2**-7, atol=1e-5)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -26,7 +26,7 @@ import numpy as np
 from jax import Array
 
 from bessemer.errors import InputError
-from bessemer.kernels.ops import Axes, input_gradient
+from bessemer.kernels.ops import Axes, input_gradient, product
 from bessemer.storage.weights import Packed
 from bessemer.topology.chips import backend
 from bessemer.topology.rules import constrain
@@ -86,7 +86,7 @@ class Quantized(Packed):
 
     def times(self, x: Array, axes: Axes, dtype: Any) -> Array:
         """Return x W for a matrix (m, n) that is laid out as `axes` say."""
-        return x @ constrain(self.dequantized(dtype), *axes)
+        return product(x, constrain(self.dequantized(dtype), *axes))
 
     @abstractmethod
     def __getitem__(self, rows: slice) -> Self:
@@ -237,7 +237,7 @@ def codebook_values(code: Array) -> Array:
 
 @dataclass(frozen=True)
 class ScaledColumns(Quantized):
-    """One code per weight and one scale per column. codes: (…, m, n); scales: (…, 1, n) float32."""
+    """One code per weight and one scale per column. codes: (…, m, n), exact in bfloat16; scales: (…, 1, n) float32."""
 
     scales: Any
 
@@ -247,6 +247,11 @@ class ScaledColumns(Quantized):
 
     def dequantized(self, dtype: Any) -> Array:
         return (self.codes.astype(jnp.float32) * self.scales).astype(dtype)
+
+    def times(self, x: Array, axes: Axes, dtype: Any) -> Array:
+        """Return x W: the product takes the codes as they are, and its columns are scaled. W itself is never made."""
+        codes = constrain(self.codes.astype(dtype), *axes)
+        return (product(x, codes, jnp.float32) * self.scales[0]).astype(dtype)
 
     def __getitem__(self, rows: slice) -> Self:
         return replace(self, codes=self.codes[rows])
@@ -273,8 +278,7 @@ class Int8(ScaledColumns):
 class Float8(ScaledColumns):
     """codes: (…, m, n) float8_e4m3fn; scales: (…, 1, n) float32, the largest |w| of a column over 448.
 
-    1 byte per weight; an error of at most 1/16 of the weight, or of 2^-10 scales where that is more. Every code is
-    exact in bfloat16, so a product takes the codes as they are and scales its columns.
+    1 byte per weight; an error of at most 1/16 of the weight, or of 2^-10 scales where that is more.
     """
 
     @classmethod
@@ -283,10 +287,6 @@ class Float8(ScaledColumns):
         scales = jnp.max(jnp.abs(wide), axis=-2, keepdims=True) / LARGEST_FLOAT8
         codes = jnp.clip(wide / jnp.where(scales > 0, scales, 1), -LARGEST_FLOAT8, LARGEST_FLOAT8)
         return cls(codes.astype(jnp.float8_e4m3fn), scales)
-
-    def times(self, x: Array, axes: Axes, dtype: Any) -> Array:
-        codes = constrain(self.codes.astype(dtype), *axes)
-        return (jnp.matmul(x, codes, preferred_element_type=jnp.float32) * self.scales[0]).astype(dtype)
 
 
 KINDS: dict[str, type[Quantized]] = {"nf4": NF4, "int8": Int8}
