@@ -105,7 +105,10 @@ def test_a_plan_names_the_head_for_further_tokens() -> None:
 
 
 OTHERS = {
-    "bigrams": ["architecture.bigram_rows=4096", "architecture.key_offset=true"],
+    "bigrams": [
+        *("architecture.bigram_rows=4096", "architecture.key_offset=true"),
+        "architecture.dense_connections=true",
+    ],
     "experts": ["model.experts=8"],
     "delta layers": ["model.family=qwennext", "model.delta_layers=DF"],
     "stages": ["topology.pipeline=2"],

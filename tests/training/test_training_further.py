@@ -1,4 +1,4 @@
-"""A run with multi-token prediction, bigram embeddings and shifted keys: logged, counted, resumed, sampled."""
+"""A run with multi-token prediction, bigrams, shifted keys and dense connections: logged, counted, resumed, sampled."""
 
 from __future__ import annotations
 
@@ -40,6 +40,7 @@ def test_a_run_with_both_resumes_bit_for_bit_and_writes_text(
         "training.mtp_decay": 0.75,
         "architecture.bigram_rows": 640,
         "architecture.key_offset": True,
+        "architecture.dense_connections": True,
         "architecture.document_mask": True,
     }
     whole = launch.build_trainer("quickstart", settings, name="whole", root=tmp_path)
@@ -66,7 +67,7 @@ def test_a_run_with_both_resumes_bit_for_bit_and_writes_text(
     assert facts["flops_formula"].endswith(f"plus 6 · {head:,} of the head for further tokens")
 
     loaded = load_model(whole.run_directory)
-    assert loaded.model.bigram_rows == 640 and loaded.model.key_offset
+    assert loaded.model.bigram_rows == 640 and loaded.model.key_offset and loaded.model.dense_connections
     generation = loaded.decoder(loaded.params, [[5, 6, 7]], max_tokens=4)
     ids = np.asarray([[5, 6, 7, *generation.ids[0]]])
     logits = loaded.model.apply({"params": loaded.params}, ids)
@@ -74,4 +75,4 @@ def test_a_run_with_both_resumes_bit_for_bit_and_writes_text(
 
     export_run(whole.run_directory, tmp_path / "out", "hf", no_progress)
     exported = json.loads((tmp_path / "out" / "config.json").read_text())["architecture"]
-    assert exported["key_offset"] is True and exported["bigram_rows"] == 640
+    assert exported["key_offset"] is exported["dense_connections"] is True and exported["bigram_rows"] == 640

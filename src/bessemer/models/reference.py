@@ -36,6 +36,7 @@ class Config:
     residual_mix: bool = True
     value_embeddings: bool = True
     key_offset: bool = False
+    dense_connections: bool = False
     backout: bool = True
     qk_norm: bool = True
     softcap: float = 15.0
@@ -92,6 +93,12 @@ def init(config: Config, key: Array) -> Params:
             block["value_table"] = uniform((vocab, kv), -bound, bound)
             block["value_gate"] = uniform((min(12, d), config.kv_heads), 0, 0.02)
         params[f"blocks_{layer}"] = block
+        if config.dense_connections:
+            params[f"connections_{layer}"] = {
+                "connect_read": uniform((d, config.depth + 1), -bound, bound),
+                "connect_write": jnp.zeros((config.depth + 1, layer + 2)),
+                "connect_bias": jnp.zeros(layer + 2),
+            }
     return params
 
 
@@ -153,6 +160,7 @@ def forward(
         x = x + params["smear_scale"] * gate * previous
 
     x0 = middle = x
+    outputs = [x]
     cache: Params = {"previous": embedded[:, -1]}
     for layer in range(config.depth):
         block = params[f"blocks_{layer}"]
@@ -191,6 +199,11 @@ def forward(
         x = x + jax.nn.relu(norm(x) @ block["up"]) ** 2 @ block["down"]
         if layer == config.depth // 2:
             middle = x
+        if config.dense_connections:  # the next block reads a mixture of all outputs so far
+            outputs.append(x)
+            mix = params[f"connections_{layer}"]
+            weights = jax.nn.gelu(norm(x) @ mix["connect_read"]) @ mix["connect_write"] + mix["connect_bias"]
+            x = x + jnp.einsum("btj,jbtd->btd", weights, jnp.stack(outputs))
 
     # "Backout": subtract the middle layer. Below three layers the middle is the last layer, so it is skipped.
     if config.backout and config.depth >= 3:

@@ -70,6 +70,7 @@ class Shape:
     experts: ExpertShape | None = None
     bigram_rows: int = 0
     key_offset: bool = False
+    dense_connections: bool = False
 
     mlp_matrices: ClassVar[int] = 2
 
@@ -97,6 +98,16 @@ class Shape:
     @property
     def bigram_parameters(self) -> int:
         return self.bigram_rows * self.width
+
+    @property
+    def connected(self) -> int:
+        """Outputs that the dense connections of all layers read, the embeddings included: 2 + 3 + … + (depth + 1)."""
+        return self.depth * (self.depth + 3) // 2 if self.dense_connections else 0
+
+    def connection_parameters(self) -> tuple[int, int, int]:
+        """(parameters of R, of W, of b), all layers: models/dense_connections.py."""
+        hidden = (self.depth + 1) * self.dense_connections
+        return self.depth * self.width * hidden, self.connected * hidden, self.connected
 
     @property
     def smear_channels(self) -> int:
@@ -141,13 +152,14 @@ class Shape:
         router, router_bias = self.router_parameters()
         tables, dense = (self.lookup.tables(self.width), self.lookup.dense(self.width)) if self.lookup else (0, 0)
         tables += self.bigram_parameters
+        read, write, bias = self.connection_parameters()
         counts = {
             "matrix": self.depth * per_block + dense,
-            "gate": value_layers * self.gate_channels * self.kv_heads + router,
+            "gate": value_layers * self.gate_channels * self.kv_heads + router + read,
             "embedding": self.padded_vocab * self.width,
             "head": self.padded_vocab * self.width,
             "value_embedding": value_layers * self.padded_vocab * self.kv_width + tables,
-            "rho": self.depth * self.residual_mix,
+            "rho": self.depth * self.residual_mix + write + bias,
             "xi": self.depth * self.residual_mix,
             "scalar": (self.smear_channels + 1) * self.smear + int(self.backout) + router_bias,
         }
@@ -156,10 +168,8 @@ class Shape:
 
     def matmul_parameters(self) -> int:
         """Parameters in a token's matrix products: all but tables, scalars and experts that it does not use."""
-        counts = self.count_parameters()
-        return (
-            counts["matrix"] - self.idle_experts() + counts["head"] + counts["gate"] + self.smear_channels * self.smear
-        )
+        counts, small = self.count_parameters(), self.smear_channels * self.smear + self.connection_parameters()[1]
+        return counts["matrix"] - self.idle_experts() + counts["head"] + counts["gate"] + small
 
     def flops_per_token(self, block_size: int, causal: bool = False) -> float:
         """Training FLOPs per token: 6 × (parameters in matmuls) + Σ_layers 12 · width · min(window, T).

@@ -292,6 +292,8 @@ def _check(path: Path, chip: str, key: str, value: Any) -> None:
 PASSES = 10.0
 # How often the logits of a further token travel: written, turned into their gradient in place, read by two products.
 LOGIT_PASSES = 5.0
+# How often dense connections move an output that they read: forward, backward, and its gradient read and written.
+CONNECTION_PASSES = 4.0
 
 
 @dataclass(frozen=True)
@@ -405,7 +407,8 @@ def step_flops(facts: Facts, choice: Choice) -> tuple[float, float]:
 def _traffic(facts: Facts, choice: Choice, steps: int) -> float:
     """Return bytes: elementwise work on what is kept, weights read twice per pass, gradients added, state updated.
 
-    For a further token, its logits travel too, and the head is read and its gradient added once more.
+    For a further token, its logits travel too, and the head is read and its gradient added once more. Dense connections
+    read the outputs of all layers before.
     """
     state, kept = facts.state(choice.axes), facts.kept(("none",))
     split = (choice.axes["tensor"], choice.axes["context"])
@@ -415,7 +418,9 @@ def _traffic(facts: Facts, choice: Choice, steps: int) -> float:
     further = facts.further / (facts.shape.width if facts.shape else 1)  # logits of a token
     tokens = choice.rows * facts.block / choice.axes["context"]
     logits = LOGIT_PASSES * tokens * further / choice.axes["tensor"] * facts.compute_bytes
-    return steps * (between + logits + weights + 2 * state.trained) + update
+    outputs = facts.shape.connected * facts.shape.width if facts.shape else 0
+    connections = CONNECTION_PASSES * tokens * outputs * facts.compute_bytes
+    return steps * (between + connections + logits + weights + 2 * state.trained) + update
 
 
 def _layer_parameters(facts: Facts) -> float:
