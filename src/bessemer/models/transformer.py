@@ -24,7 +24,7 @@ from bessemer.kernels.attention import (
 from bessemer.kernels.decode import decode_attention, suits_decode
 from bessemer.kernels.norms import choose_kernels
 from bessemer.losses.cross_entropy import Projection, cross_entropy, soft_cap, target_weights
-from bessemer.losses.further_tokens import further_loss
+from bessemer.losses.further_tokens import join_further
 from bessemer.models.cache import Cache, begin, empty_cache, held_positions, unwrite, write
 from bessemer.models.key_offset import attend_with_offset, leave_waiting, offset_keys, unwrite_offset, waiting_key
 from bessemer.models.layers import TENSOR_NAMES, Attend, remat_names
@@ -366,23 +366,23 @@ class Transformer(Model):
     ) -> tuple[Array, Array, dict[str, Array]]:
         weights = target_weights(batch)
         hidden, stats = self._hidden_of(batch, deterministic, embedding_noise, None if deterministic else weights)
-        score = partial(
-            cross_entropy,
+        loss, *nll = cross_entropy(
             hidden,
             self._head(),
+            batch["target_ids"],
+            weights,
             vocab_size=self.vocab_size,
             softcap=self._cap(),
+            label_smoothing=label_smoothing,
+            z_loss=z_loss,
             chunks=self.loss_chunks,
             kernels=choose_kernels(self.kernels, self.compute_dtype),
             fp8=self._head_fp8(not deterministic),
+            further=None if further is None else join_further(batch, further),
         )
-        loss, nll = score(batch["target_ids"], weights, label_smoothing=label_smoothing, z_loss=z_loss)
         loss = loss + stats["loss"] if "loss" in stats else loss
-        sums = {"nll": nll, **router_sums(stats)}
-        if further is not None:
-            more, sums["further_nll"] = further_loss(score, batch, further)
-            loss = loss + more
-        return loss, jnp.sum(weights), sums
+        sums = dict(zip(("nll", "further_nll"), nll, strict=False))
+        return loss, jnp.sum(weights), sums | router_sums(stats)
 
     def _hidden_of(
         self, batch: Batch, deterministic: bool, noise: float = 0.0, counted: Array | None = None
