@@ -1,4 +1,4 @@
-"""A run with multi-token prediction, bigrams, shifted keys and dense connections: logged, counted, resumed, sampled."""
+"""A run with multi-token prediction and all switches like it: logged, counted, resumed, sampled."""
 
 from __future__ import annotations
 
@@ -41,6 +41,7 @@ def test_a_run_with_both_resumes_bit_for_bit_and_writes_text(
         "architecture.bigram_rows": 640,
         "architecture.key_offset": True,
         "architecture.dense_connections": True,
+        "training.tied_head": 0.75,
         "architecture.document_mask": True,
     }
     whole = launch.build_trainer("quickstart", settings, name="whole", root=tmp_path)
@@ -53,6 +54,7 @@ def test_a_run_with_both_resumes_bit_for_bit_and_writes_text(
     for a, b in zip(jax.tree.leaves(saved_tree(part.state)), jax.tree.leaves(saved_tree(whole.state)), strict=True):
         np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
     assert np.any(np.asarray(whole.state.params["bigram_table"]))
+    assert int(whole.state.tied) == 0 and "tied" in saved_tree(whole.state)  # tied until step 3
 
     rows = [json.loads(line) for line in whole.run_directory.metrics.read_text().splitlines()]
     rows = [row for row in rows if "further_nll" in row]
