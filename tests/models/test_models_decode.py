@@ -54,6 +54,7 @@ def tokens(rows: int, length: int):
         {"key_offset": True},
         {"key_offset": True, "qk_norm": False, "kv_heads": 1},
         {"dense_connections": True},
+        {"paired_heads": True, "key_offset": True},
     ],
     ids=str,
 )

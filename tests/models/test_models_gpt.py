@@ -16,6 +16,7 @@ from bessemer.kernels.attention import attention
 from bessemer.models.bigram import hash_pairs
 from bessemer.models.gpt import GPT
 from bessemer.models.key_offset import attend_with_offset, shifted_channels
+from bessemer.models.paired_heads import attend_paired, interleave, separate
 from bessemer.models.shape import layer_windows, scan_segments
 from bessemer.registry import models
 
@@ -286,6 +287,28 @@ def test_fresh_dense_connections_change_nothing_and_every_layer_learns_its_mixtu
     assert_close(gradient_of(dense.clone(remat=("block",)))(shaken), found, atol=1e-4)
 
 
+def test_paired_heads_are_one_head_with_twice_the_tokens():
+    """One pair: a token's first head sees both heads before it and itself, the second one the first as well."""
+    x = jax.random.normal(jax.random.key(0), (2, 5, 4, 8))
+    np.testing.assert_array_equal(separate(interleave(x)), x)
+    np.testing.assert_array_equal(interleave(x)[:, 4], x[:, 2, 0::2])
+    values = jnp.eye(10).reshape(1, 5, 2, 10)  # which place is seen
+    zeros = jnp.zeros((1, 5, 2, 10))
+    for window, seen in ((None, 10), (3, 5)):
+        found = attend_paired(
+            functools.partial(attention, implementation="xla"), window, None, zeros, zeros, values
+        ).reshape(10, 10)
+        places = np.arange(10)
+        back = places[:, None] - places
+        np.testing.assert_array_equal(found > 0, (back >= 0) & (back < seen))
+    model, params = make(depth=2, kv_heads=2)
+    paired = model.clone(paired_heads=True)
+    assert paired.count_parameters() == model.count_parameters()
+    assert paired.flops_per_token() == model.flops_per_token() + 12 * 16 * 2 * 16  # no window at this length
+    ids = batch_of()["input_ids"]
+    assert float(jnp.abs(forward(paired, params, ids) - forward(model, params, ids)).max()) > 1e-4
+
+
 def test_pairs_of_tokens_spread_over_the_table_and_their_order_counts():
     first, second = (x.ravel() for x in np.meshgrid(np.arange(200), np.arange(200)))
     rows = np.asarray(hash_pairs(jnp.asarray(first), jnp.asarray(second), 4096))
@@ -334,6 +357,7 @@ def test_bf16_computes_in_bf16_and_keeps_float32_gradients():
         ({"loss_chunks": 0}, "architecture.loss_chunks"),
         ({"bigram_rows": 100}, "architecture.bigram_rows"),
         ({"key_offset": True, "head_dim": 2}, "architecture.key_offset"),
+        ({"paired_heads": True, "kv_heads": 1}, "architecture.paired_heads"),
         ({"dense_connections": True, "scan_layers": True}, "architecture.scan_layers"),
         ({"dense_connections": True, "remat": ["offload"]}, "architecture.remat"),
     ],

@@ -85,7 +85,7 @@ def test_a_plan_adds_no_flops_for_further_tokens() -> None:
 OTHERS = {
     "bigrams": [
         *("architecture.bigram_rows=4096", "architecture.key_offset=true"),
-        "architecture.dense_connections=true",
+        *("architecture.dense_connections=true", "architecture.paired_heads=true"),
     ],
     "experts": ["model.experts=8"],
     "delta layers": ["model.family=qwennext", "model.delta_layers=DF"],

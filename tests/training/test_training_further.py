@@ -41,6 +41,7 @@ def test_a_run_with_both_resumes_bit_for_bit_and_writes_text(
         "architecture.bigram_rows": 640,
         "architecture.key_offset": True,
         "architecture.dense_connections": True,
+        "architecture.paired_heads": True,
         "training.tied_head": 0.75,
         "architecture.document_mask": True,
     }

@@ -139,6 +139,11 @@ class GPT(Transformer, LookupSettings, ExpertSettings, BigramSettings):
         default=False,
         help="half of a key's channels are the previous token's, so that one layer finds what follows a token",
     )
+    paired_heads: bool = field(
+        "architecture/paired_heads",
+        default=False,
+        help="two heads share their keys and values, over a sequence that interleaves both",
+    )
     backout: bool = field("architecture/backout", default=True, help="subtract the middle layer's output")
     dense_connections: bool = field(
         "architecture/dense_connections",
@@ -167,6 +172,7 @@ class GPT(Transformer, LookupSettings, ExpertSettings, BigramSettings):
             bigram_rows=self.bigram_rows,
             key_offset=self.key_offset,
             dense_connections=self.dense_connections,
+            paired_heads=self.paired_heads,
         )
         return with_lookup(self, replace(shape, experts=self.expert_shape(shape.mlp_width)))
 
@@ -213,6 +219,12 @@ class GPT(Transformer, LookupSettings, ExpertSettings, BigramSettings):
             not self.key_offset or self.head_dim % 4 == 0,
             f"architecture.key_offset halves the rotary pairs of a head, and model.head_dim is {self.head_dim}; make "
             "it a multiple of 4, or leave architecture.key_offset out.",
+        )
+        require(
+            not self.paired_heads or (s.kv_heads % 2 == 0 and s.heads // 2 % shards("heads") == 0),
+            f"architecture.paired_heads takes an even model.kv_heads, which is {s.kv_heads}, and a topology.tensor "
+            f"that divides the {s.heads // 2} pairs of heads, which is {shards('heads')}. Change them, or leave "
+            "architecture.paired_heads out.",
         )
         self._check_connections()
         require(self.softcap >= 0, f"architecture.softcap is {self.softcap}; 0 turns it off.")

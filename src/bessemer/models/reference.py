@@ -37,6 +37,7 @@ class Config:
     value_embeddings: bool = True
     key_offset: bool = False
     dense_connections: bool = False
+    paired_heads: bool = False
     backout: bool = True
     qk_norm: bool = True
     softcap: float = 15.0
@@ -188,12 +189,23 @@ def forward(
             old_k, old_v, _ = past[f"blocks_{layer}"]
             k, v = jnp.concatenate([old_k, k], axis=1), jnp.concatenate([old_v, v], axis=1)
         cache[f"blocks_{layer}"] = (k, v, last)
-        distance = order[:, None] - jnp.arange(k.shape[1])  # (T, S): how far back a key lies
-        allowed = (distance >= 0) & (distance < (config.window_of(layer) or k.shape[1]))
+        window, placed, same = config.window_of(layer), order, documents
+        if config.paired_heads:  # two heads are one with twice the tokens: a_0 b_0 a_1 b_1 …
+            q, k, v = (
+                y.reshape(rows, y.shape[1], -1, 2, config.head_dim).swapaxes(2, 3) for y in (q, k, v)
+            )  # (B, T, 2, N/2, H)
+            q, k, v = (y.reshape(rows, -1, *y.shape[3:]) for y in (q, k, v))
+            window, placed = window and 2 * window - 1, jnp.stack([2 * order, 2 * order + 1], axis=1).ravel()
+            same = None if documents is None else jnp.repeat(documents, 2, axis=1)
+        distance = placed[:, None] - jnp.arange(k.shape[1])  # (T, S): how far back a key lies
+        allowed = (distance >= 0) & (distance < (window or k.shape[1]))
         allowed = jnp.broadcast_to(allowed, (rows, *allowed.shape))
-        if documents is not None:
-            allowed &= documents[:, :, None] == documents[:, None, :]
-        x = x + softmax_attention(q, k, v, allowed).reshape(rows, length, -1) @ block["out"]
+        if same is not None:
+            allowed &= same[:, :, None] == same[:, None, :]
+        found = softmax_attention(q, k, v, allowed)
+        if config.paired_heads:
+            found = found.reshape(rows, length, 2, -1, config.head_dim).swapaxes(2, 3)
+        x = x + found.reshape(rows, length, -1) @ block["out"]
 
         # Feed-forward with relu².
         x = x + jax.nn.relu(norm(x) @ block["up"]) ** 2 @ block["down"]

@@ -71,6 +71,7 @@ class Shape:
     bigram_rows: int = 0
     key_offset: bool = False
     dense_connections: bool = False
+    paired_heads: bool = False
 
     mlp_matrices: ClassVar[int] = 2
 
@@ -177,10 +178,17 @@ class Shape:
         A lookup layer is an attention over a token's mean k rows; `width` is that of the queries. `causal` counts only
         the keys that queries really attend to, averaged over the row.
         """
-        keys = sum(attended_keys(window, block_size, causal) for window in self.windows)
+        keys = self.attended(block_size, causal)
         looked_up = len(self.lookup.layers) * self.lookup.mean_k if self.lookup else 0
         attention = 12 * self.query_width * keys + 12 * self.width * looked_up
         return 6 * self.matmul_parameters() + attention + self.recurrent_flops()
+
+    def attended(self, block_size: int, causal: bool) -> float:
+        """Keys that a query of each layer attends to, all layers; of paired heads those of both."""
+        if not self.paired_heads:
+            return sum(attended_keys(window, block_size, causal) for window in self.windows)
+        windows = [None if window is None else 2 * window - 1 for window in self.windows]
+        return sum(attended_keys(window, 2 * block_size, causal) for window in windows)
 
     def recurrent_flops(self) -> float:
         """Training FLOPs per token of recurrent layers, besides their matrices."""
@@ -189,7 +197,7 @@ class Shape:
 
 def explain_flops(shape: Shape, block_size: int) -> str:
     """Return the formula of `flops_per_token` with its numbers, in one line."""
-    keys = sum(attended_keys(window, block_size, causal=False) for window in shape.windows)
+    keys = shape.attended(block_size, causal=False)
     matmul, width = shape.matmul_parameters(), shape.query_width
     used = "active parameters" if shape.experts else "parameters"
     words = f"6 · {matmul:,} {used} in matmuls + 12 · {width:,} · {keys:,} keys of all layers"
