@@ -42,6 +42,7 @@ from bessemer.training.settings import BaseTrainerConfig
 from bessemer.training.setup.model import make_apply
 from bessemer.training.state import StepRules, TrainState, create_state
 from bessemer.training.step import train_step, val_step
+from bessemer.training.tied_head import untying_step
 
 VAL_EVERY, TRAIN_EVERY = 50, 25
 VAL_BATCHES = 8
@@ -179,6 +180,7 @@ def build(config: Config) -> Program:
         settings.ema,
         rates=optimizer.rates,
         rebalance=balancer(model),
+        untied_from=untying_step(settings.tied_head, settings.steps or 1, model, True, True),
         steps=(settings.steps or 1) if objective.follows_progress else 0,
     )
 

@@ -55,6 +55,7 @@ def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--active", type=int, default=4, help="as model.experts_active")
     parser.add_argument("--expert_width", type=int, default=-1, help="-1: the dense layer's width / active")
     parser.add_argument("--grouped", default="", help="implementation of the experts' products; none: as in training")
+    parser.add_argument("--mtp", default="", help="as training.mtp, such as 0.5,0.25: weights of further tokens")
     parser.add_argument("--vocab", type=int, default=4096)
     parser.add_argument("--width", type=int, default=-1, help="-1: depth × 64")
     parser.add_argument("--head_dim", type=int, default=128)
@@ -111,8 +112,10 @@ def build(case: dict[str, Any], args: argparse.Namespace) -> tuple[Any, Any, Any
     model.check()
     apply = make_apply(model)
     optimizer = build_optimizer(case["optimizer"], lambda cls: cls(), 1000, model.group_of, width=model.shape.width)
-    loss_fn = functools.partial(pretrain, settings=PretrainSettings())
-    rules = StepRules(rates=optimizer.rates, rebalance=moe.balancer(model))
+    loss_fn = functools.partial(
+        pretrain, settings=PretrainSettings(mtp=tuple(map(float, filter(None, args.mtp.split(",")))))
+    )
+    rules = StepRules(rates=optimizer.rates, rebalance=moe.balancer(model), steps=1000 * bool(args.mtp))
 
     def create(key: jax.Array) -> Any:
         params = unbox(model.init(key, jnp.zeros((1, 8), jnp.int32)))["params"]

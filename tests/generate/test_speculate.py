@@ -30,8 +30,10 @@ from bessemer.topology import TopologySettings, make_topology, shardings
 
 SHAPE: dict[str, Any] = {"depth": 2, "width": 32, "head_dim": 16, "precision": "float32", "block_size": 48}
 MODELS = {
-    # a ring of 12 keys, smear, value embeddings, bigrams, shifted keys
-    "gpt": GPT(**SHAPE, vocab_size=40, window="SL", window_short=0.25, bigram_rows=64, key_offset=True),
+    # a ring of 12 keys, smear, value embeddings, bigrams, shifted keys of paired heads
+    "gpt": GPT(
+        **SHAPE, vocab_size=40, window="SL", window_short=0.25, bigram_rows=64, key_offset=True, paired_heads=True
+    ),
     "llama": Llama(**SHAPE, vocab_size=40, kv_heads=1, sliding_window=7, sliding_layers="SL", tied_head=True),
 }
 PATTERN = (1, 5, 9, 2, 5, 9, 2, 5, 9)

@@ -34,6 +34,9 @@ QUICKLY = {"xla_backend_optimization_level": 0}
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt": ("gpt", {"window": "SL", "backout": False}),  # which at two layers is a factor before a norm
     "gpt-frontier": ("gpt", {"window": "SL", "backout": False, "bigram_rows": 128, "key_offset": True}),
+    "gpt-paired": ("gpt", {"window": "SL", "backout": False, "paired_heads": True}),
+    # with residual_mix one of these gradients is as small as the epsilon of AdamW
+    "gpt-dense": ("gpt", {"window": "SL", "backout": False, "residual_mix": False, "dense_connections": True}),
     "lookup": ("gpt", {**LOOKUP, "window": "L", "backout": False}),
     "llama": ("llama", {"mlp_width": 192, "sliding_window": 100, "sliding_layers": "SL"}),
     "olmo": ("olmo", {"mlp_width": 192, "sliding_window": 100, "sliding_layers": "SL"}),

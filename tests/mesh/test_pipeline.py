@@ -64,6 +64,12 @@ def test_stages_are_one_device(name: str, capfd: pytest.CaptureFixture[str]) -> 
         assert off.largest < largest and off.mean < mean, (part, off)
 
 
+def test_dense_connections_are_refused_in_stages() -> None:
+    model = GPT(**SHARED, dense_connections=True)
+    with mesh_of({"pipeline": 2}).scope(), pytest.raises(InputError, match=r"topology\.pipeline=2"):
+        model.check()
+
+
 def test_layers_are_dealt_out_in_order() -> None:
     assert stage_bounds(6, 4) == [(0, 2), (2, 4), (4, 5), (5, 6)]
     assert stage_bounds(12, 3) == [(0, 4), (4, 8), (8, 12)]

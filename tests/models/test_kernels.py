@@ -100,6 +100,15 @@ def test_softmax_gradient_is_the_gradient_of_the_loss(softcap: float, columns: i
     assert_same((gradient, nll), found, 1e-5)
 
 
+def test_softmax_gradient_of_several_targets_is_the_sum_of_their_gradients():
+    logits, weights = 6 * normal(0, 5, 192), jnp.abs(normal(1, 5, 3))
+    targets = jnp.asarray([[0, 3, 3], [3, 1, 0], [149, 0, 0], [7, 7, 7], [149, 1, 2]])
+    options = {"vocab_size": 150, "softcap": 15.0}
+    alone = [softmax_gradient(logits, targets[:, k], weights[:, k], **options) for k in range(3)]
+    gradient, nll = softmax_gradient(logits, targets, weights, **options)
+    assert_same((sum(part[0] for part in alone), jnp.stack([part[1] for part in alone], axis=1)), (gradient, nll), 1e-6)
+
+
 MODEL = GPT(depth=2, width=64, heads=1, head_dim=64, vocab_size=130, block_size=T, window="L", attention="xla")
 
 

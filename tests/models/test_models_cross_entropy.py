@@ -11,7 +11,7 @@ import pytest
 
 from bessemer.kernels.loss import LARGEST_SHIFT
 from bessemer.losses import cross_entropy as losses
-from bessemer.losses.cross_entropy import Projection, choose_chunks, cross_entropy
+from bessemer.losses.cross_entropy import Further, Projection, choose_chunks, cross_entropy
 from bessemer.losses.distillation import distillation_loss, top_tokens
 from bessemer.losses.divergence import kl_regularized_loss
 from bessemer.losses.token_scores import policy_scores, token_logprobs, token_scores
@@ -80,6 +80,40 @@ def test_gradient_equals_central_differences_in_float64(data, settings, chunks):
                 ends.append(reference(*parts, targets, weights, **settings)[0])
             numeric[index] = 3.0 * (ends[0] - ends[1]) / 2e-6
         np.testing.assert_allclose(gradient, numeric, atol=2e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"chunks": 4, "softcap": 5.0, "label_smoothing": 0.1, "z_loss": 0.01},
+        {"chunks": 1},
+        {"chunks": 3, "softcap": 5.0, "kernels": "pallas"},
+    ],
+    ids=str,
+)
+def test_further_targets_on_one_tile_equal_losses_of_their_own(data, settings):
+    """Values and gradients; only the first target has smoothing and z-loss."""
+    hidden, head, targets, weights = data
+    rng = np.random.default_rng(1)
+    more = np.where(rng.random((B, T, 2)) < 0.2, -1, rng.integers(0, REAL, (B, T, 2))).astype(np.int32)
+    further = Further(more, rng.uniform(0, 2, (B, T, 2)).astype(np.float32), jnp.asarray([0.5, 0.2]))
+    plain = {name: value for name, value in settings.items() if name not in ("label_smoothing", "z_loss")}
+
+    def together(hidden, head):
+        loss, *nlls = cross_entropy(hidden, head, targets, weights, vocab_size=REAL, further=further, **settings)
+        return loss, nlls
+
+    def apart(hidden, head):
+        loss, nll = cross_entropy(hidden, head, targets, weights, vocab_size=REAL, **settings)
+        found = [
+            cross_entropy(hidden, head, more[..., n], further.weights[..., n], vocab_size=REAL, **plain) for n in (0, 1)
+        ]
+        return loss + 0.5 * found[0][0] + 0.2 * found[1][0], [nll, (found[0][1] + found[1][1]) / 2]
+
+    got, want = (jax.jit(jax.value_and_grad(f, (0, 1), has_aux=True))(hidden, head) for f in (together, apart))
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-5)
+    np.testing.assert_allclose(together(hidden, head)[0], want[0][0], rtol=1e-5)  # without a gradient
 
 
 def test_padding_of_the_vocabulary_gets_no_gradient(data):

@@ -53,6 +53,8 @@ def tokens(rows: int, length: int):
         {"bigram_rows": 64, "smear": False},
         {"key_offset": True},
         {"key_offset": True, "qk_norm": False, "kv_heads": 1},
+        {"dense_connections": True},
+        {"paired_heads": True, "key_offset": True},
     ],
     ids=str,
 )

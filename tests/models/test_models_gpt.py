@@ -16,6 +16,7 @@ from bessemer.kernels.attention import attention
 from bessemer.models.bigram import hash_pairs
 from bessemer.models.gpt import GPT
 from bessemer.models.key_offset import attend_with_offset, shifted_channels
+from bessemer.models.paired_heads import attend_paired, interleave, separate
 from bessemer.models.shape import layer_windows, scan_segments
 from bessemer.registry import models
 
@@ -256,6 +257,58 @@ def test_shifted_keys_cost_nothing_and_find_what_follows_in_one_layer():
     np.testing.assert_allclose(found[0, 3:, 0], np.eye(6)[[3, 3, 3]], atol=1e-6)
 
 
+def test_fresh_dense_connections_change_nothing_and_every_layer_learns_its_mixture():
+    model, params = make(depth=2)
+    dense, shaken = make(depth=2, dense_connections=True)
+    batch, added = batch_of(), ["connections_0", "connections_1"]
+    fresh = nn.unbox(dense.init(jax.random.key(0), batch["input_ids"]))["params"]
+    more = {name: dense.count_parameters()[name] - n for name, n in model.count_parameters().items()}
+    read, write, bias = 2 * 16 * 3, 3 * (2 + 3), 2 + 3
+    assert {name: n for name, n in more.items() if n} == {
+        "gate": read,
+        "rho": write + bias,
+        "total": read + write + bias,
+    }
+    assert more["total"] == sum(leaf.size for name in added for leaf in jax.tree.leaves(fresh[name]))
+    assert dense.flops_per_token() == model.flops_per_token() + 6 * (read + write)
+
+    def gradient_of(model):
+        return jax.jit(jax.grad(lambda p: model.apply({"params": p}, batch, method="loss")[0]))
+
+    gradient = gradient_of(dense)
+    start = {**params, **{name: fresh[name] for name in added}}
+    wanted, found = gradient_of(model)(params), gradient(start)
+    assert_close({name: found[name] for name in wanted}, wanted, atol=1e-4)
+    for name in added:
+        assert np.all(found[name]["connect_bias"]) and np.all(found[name]["connect_write"])
+        assert not np.any(found[name]["connect_read"])
+    found = gradient(shaken)
+    assert all(np.all(leaf) for name in added for leaf in jax.tree.leaves(found[name]))
+    assert_close(gradient_of(dense.clone(remat=("block",)))(shaken), found, atol=1e-4)
+
+
+def test_paired_heads_are_one_head_with_twice_the_tokens():
+    """One pair: a token's first head sees both heads before it and itself, the second one the first as well."""
+    x = jax.random.normal(jax.random.key(0), (2, 5, 4, 8))
+    np.testing.assert_array_equal(separate(interleave(x)), x)
+    np.testing.assert_array_equal(interleave(x)[:, 4], x[:, 2, 0::2])
+    values = jnp.eye(10).reshape(1, 5, 2, 10)  # which place is seen
+    zeros = jnp.zeros((1, 5, 2, 10))
+    for window, seen in ((None, 10), (3, 5)):
+        found = attend_paired(
+            functools.partial(attention, implementation="xla"), window, None, zeros, zeros, values
+        ).reshape(10, 10)
+        places = np.arange(10)
+        back = places[:, None] - places
+        np.testing.assert_array_equal(found > 0, (back >= 0) & (back < seen))
+    model, params = make(depth=2, kv_heads=2)
+    paired = model.clone(paired_heads=True)
+    assert paired.count_parameters() == model.count_parameters()
+    assert paired.flops_per_token() == model.flops_per_token() + 12 * 16 * 2 * 16  # no window at this length
+    ids = batch_of()["input_ids"]
+    assert float(jnp.abs(forward(paired, params, ids) - forward(model, params, ids)).max()) > 1e-4
+
+
 def test_pairs_of_tokens_spread_over_the_table_and_their_order_counts():
     first, second = (x.ravel() for x in np.meshgrid(np.arange(200), np.arange(200)))
     rows = np.asarray(hash_pairs(jnp.asarray(first), jnp.asarray(second), 4096))
@@ -304,6 +357,9 @@ def test_bf16_computes_in_bf16_and_keeps_float32_gradients():
         ({"loss_chunks": 0}, "architecture.loss_chunks"),
         ({"bigram_rows": 100}, "architecture.bigram_rows"),
         ({"key_offset": True, "head_dim": 2}, "architecture.key_offset"),
+        ({"paired_heads": True, "kv_heads": 1}, "architecture.paired_heads"),
+        ({"dense_connections": True, "scan_layers": True}, "architecture.scan_layers"),
+        ({"dense_connections": True, "remat": ["offload"]}, "architecture.remat"),
     ],
 )
 def test_contradictions_are_input_errors(settings, named):

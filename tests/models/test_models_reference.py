@@ -84,6 +84,8 @@ SWITCHES = [
     {"depth": 3, "smear": False, "backout": False, "qk_norm": False},
     {"depth": 3, "residual_mix": False, "value_embeddings": False, "window": "L"},
     {"depth": 3, "kv_heads": 1, "key_offset": True, "document_mask": True},
+    {"depth": 3, "dense_connections": True},
+    {"depth": 2, "paired_heads": True, "document_mask": True},
 ]
 SIZES = {"depth": 5, "width": 32, "head_dim": 16, "kv_heads": 2, "vocab_size": 70, "block_size": 256}
 

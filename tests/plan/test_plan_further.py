@@ -1,9 +1,8 @@
-"""Plans of multi-token prediction: every further token takes another pass through the head."""
+"""Plans of multi-token prediction: further tokens share the logits of the next one, so they add next to nothing."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -13,7 +12,6 @@ import pytest
 from bessemer.plan import trainer as planning
 from bessemer.plan.absent_plan import estimated
 from bessemer.plan.collectives import Collective, Layout, collectives_of
-from bessemer.plan.estimate import Choice, Estimate, estimate
 from bessemer.plan.target import parse_target
 from bessemer.plan.trainer import planned_trainer
 from bessemer.topology import AXES, make_topology
@@ -53,28 +51,15 @@ def planned(mtp: str) -> Any:
     return estimated("pretrain", [*TINY, mtp, rows], parse_target("h200:1"))
 
 
-def on_mesh(mtp: str, **axes: int) -> Estimate:
-    plan, sizes = planned(mtp), dict.fromkeys(AXES, 1) | axes
-    choice = Choice(sizes, ROWS // sizes["data"] // sizes["fsdp"], ("none",))
-    facts = replace(plan.facts, target=parse_target("h200:8"))
-    return estimate(facts, choice, plan.terms)
-
-
 @pytest.mark.slow
-def test_flops_memory_and_traffic_are_those_that_the_compiler_adds() -> None:
-    """The compiler counts the loop over the pieces of a loss once, hence the factor."""
-    plain, more = planned(NONE).estimate, planned(TWO).estimate
+def test_the_compiler_adds_next_to_nothing() -> None:
+    """Neither a product of the head (6 · width · vocabulary FLOPs per token), nor a gradient of it."""
     programs = [compiled(mtp)[0] for mtp in (NONE, TWO)]
     costs = [program.cost_analysis() for program in programs]
-    flops = CHUNKS * (costs[1]["flops"] - costs[0]["flops"])
-    assert more.flops - plain.flops == 2 * 6 * WIDTH * VOCAB * TOKENS == pytest.approx(flops, rel=0.1)
+    # the compiler counts the loop over the pieces of a loss once
+    assert CHUNKS * (costs[1]["flops"] - costs[0]["flops"]) < 0.1 * 6 * WIDTH * VOCAB * TOKENS
     temporaries = [program.memory_analysis().temp_size_in_bytes for program in programs]
-    # a gradient of the head and one of the hidden states for each further token
-    assert temporaries[1] - temporaries[0] == pytest.approx(2 * 4 * WIDTH * (VOCAB + TOKENS), rel=0.05)
-    assert more.memory.peak - plain.memory.peak == pytest.approx(temporaries[1] - temporaries[0], rel=0.05)
-    moved = CHUNKS * (costs[1]["bytes accessed"] - costs[0]["bytes accessed"])
-    logits = 2 * 4 * TOKENS * VOCAB
-    assert 5 * logits < more.traffic - plain.traffic < moved, "a CPU's compiler fuses less"
+    assert abs(temporaries[1] - temporaries[0]) < 3 * 4 * VOCAB * TOKENS / CHUNKS  # of one tile of logits
 
 
 def total(found: Any, axis: str) -> float:
@@ -84,28 +69,24 @@ def total(found: Any, axis: str) -> float:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("axis", ["data", "fsdp", "tensor"])
-def test_sums_over_devices_are_those_that_the_compiler_adds(axis: str) -> None:
+def test_devices_sum_nothing_more(axis: str) -> None:
     found: list[tuple[Collective, ...]] = []
     for mtp in (NONE, TWO):
         program, layout = compiled(mtp, **{axis: 2})
         found.append(tuple(collectives_of(program.as_text(), layout)))
-    rest = 4 * WIDTH * VOCAB if axis != "tensor" else 4 * WIDTH * TOKENS  # of the head's gradient or the states'
-    added = total(found[1], axis) - total(found[0], axis)
-    assert added == pytest.approx(2 * rest, rel=0.1)
-    estimates = [on_mesh(mtp, **{axis: 2}).collectives for mtp in (NONE, TWO)]
-    assert total(estimates[1], axis) - total(estimates[0], axis) == pytest.approx(2 * rest)
+    assert total(found[1], axis) == pytest.approx(total(found[0], axis), rel=0.01)
 
 
-def test_a_plan_names_the_head_for_further_tokens() -> None:
-    plan = planned(TWO).facts.step.plan
-    assert plan.model.further == 2 * WIDTH * VOCAB
-    assert plan.flops == plan.model.flops_per_token * plan.tokens
-    plain = planned(NONE).facts.step.plan
-    assert plan.model.flops_per_token - plain.model.flops_per_token == 6 * plan.model.further
+def test_a_plan_adds_no_flops_for_further_tokens() -> None:
+    plain, more = (planned(mtp).facts.step.plan for mtp in (NONE, TWO))
+    assert more.flops == plain.flops and more.model.flops_per_token == plain.model.flops_per_token
 
 
 OTHERS = {
-    "bigrams": ["architecture.bigram_rows=4096", "architecture.key_offset=true"],
+    "bigrams": [
+        *("architecture.bigram_rows=4096", "architecture.key_offset=true"),
+        *("architecture.dense_connections=true", "architecture.paired_heads=true"),
+    ],
     "experts": ["model.experts=8"],
     "delta layers": ["model.family=qwennext", "model.delta_layers=DF"],
     "stages": ["topology.pipeline=2"],
@@ -115,11 +96,8 @@ OTHERS = {
 @pytest.mark.slow
 @pytest.mark.parametrize("name", list(OTHERS))
 def test_further_tokens_are_planned_with(name: str) -> None:
-    """Two times the products of the head, whatever the layers are."""
+    """The same plan, whatever the layers are."""
     words = [*TINY, *OTHERS[name], "training.per_device_batch_size=1"]
     plain, more = (estimated("pretrain", [*words, mtp], parse_target("h200:8")).estimate for mtp in (NONE, TWO))
-    again = 4 / 3 if name == "stages" else 1
-    assert more.flops - plain.flops == pytest.approx(2 * 6 * WIDTH * VOCAB * BLOCK * again)
-    assert more.traffic > plain.traffic
-    sent = [sum(one.sent for one in made.collectives) for made in (plain, more)]
-    assert sent[1] > sent[0]
+    assert more.flops == plain.flops and more.traffic == pytest.approx(plain.traffic, rel=0.01)
+    assert more.collectives == plain.collectives

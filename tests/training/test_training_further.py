@@ -1,4 +1,4 @@
-"""A run with multi-token prediction, bigram embeddings and shifted keys: logged, counted, resumed, sampled."""
+"""A run with multi-token prediction and all switches like it: logged, counted, resumed, sampled."""
 
 from __future__ import annotations
 
@@ -40,6 +40,9 @@ def test_a_run_with_both_resumes_bit_for_bit_and_writes_text(
         "training.mtp_decay": 0.75,
         "architecture.bigram_rows": 640,
         "architecture.key_offset": True,
+        "architecture.dense_connections": True,
+        "architecture.paired_heads": True,
+        "training.tied_head": 0.75,
         "architecture.document_mask": True,
     }
     whole = launch.build_trainer("quickstart", settings, name="whole", root=tmp_path)
@@ -52,6 +55,7 @@ def test_a_run_with_both_resumes_bit_for_bit_and_writes_text(
     for a, b in zip(jax.tree.leaves(saved_tree(part.state)), jax.tree.leaves(saved_tree(whole.state)), strict=True):
         np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
     assert np.any(np.asarray(whole.state.params["bigram_table"]))
+    assert int(whole.state.tied) == 0 and "tied" in saved_tree(whole.state)  # tied until step 3
 
     rows = [json.loads(line) for line in whole.run_directory.metrics.read_text().splitlines()]
     rows = [row for row in rows if "further_nll" in row]
@@ -60,13 +64,10 @@ def test_a_run_with_both_resumes_bit_for_bit_and_writes_text(
         share = max(0.0, 1 - step / STEPS / 0.75)
         assert row["loss"] == pytest.approx(row["nll"] + 0.5 * share * row["further_nll"], rel=1e-5)
 
-    head = 320 * 32  # the vocabulary of 300 is padded
-    assert whole.model_parts.flops_per_token == whole.model.flops_per_token(16) + 6 * head
-    facts = json.loads(whole.run_directory.facts.read_text())
-    assert facts["flops_formula"].endswith(f"plus 6 · {head:,} of the head for further tokens")
+    assert whole.model_parts.flops_per_token == whole.model.flops_per_token(16)  # all targets share the logits
 
     loaded = load_model(whole.run_directory)
-    assert loaded.model.bigram_rows == 640 and loaded.model.key_offset
+    assert loaded.model.bigram_rows == 640 and loaded.model.key_offset and loaded.model.dense_connections
     generation = loaded.decoder(loaded.params, [[5, 6, 7]], max_tokens=4)
     ids = np.asarray([[5, 6, 7, *generation.ids[0]]])
     logits = loaded.model.apply({"params": loaded.params}, ids)
@@ -74,4 +75,4 @@ def test_a_run_with_both_resumes_bit_for_bit_and_writes_text(
 
     export_run(whole.run_directory, tmp_path / "out", "hf", no_progress)
     exported = json.loads((tmp_path / "out" / "config.json").read_text())["architecture"]
-    assert exported["key_offset"] is True and exported["bigram_rows"] == 640
+    assert exported["key_offset"] is exported["dense_connections"] is True and exported["bigram_rows"] == 640

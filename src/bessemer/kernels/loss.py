@@ -34,7 +34,8 @@ def shifts_by_cap(softcap: float) -> bool:
 def softmax_gradient(
     logits: Array, targets: Array, weights: Array, *, vocab_size: int, softcap: float
 ) -> tuple[Array, Array]:
-    """(∂(Σ w·nll)/∂logits in the logits' dtype, nll (n,) float32). logits: (n, V), overwritten; the rest (n,).
+    """(∂(Σ w·nll)/∂logits in the logits' dtype, nll (n,) float32). logits: (n, V), overwritten; the rest (n,), or
+    (n, k) with k targets per row, whose gradients are added.
 
     With z = c·tanh(l / c) (z = l without a cap), columns from `vocab_size` on are padding:
     nll = logsumexp(z) − z_t and the gradient is w·(softmax(z) − onehot)·(1 − (z/c)²).
@@ -43,18 +44,23 @@ def softmax_gradient(
     size = min(COLUMNS, _power(columns))
     pieces = functools.partial(_Row, columns=columns, vocab_size=vocab_size, softcap=softcap, size=size)
     row = pl.BlockSpec((1,), lambda i: (i,))
+    aims = [targets, weights] if targets.ndim == 1 else [*targets.T, *weights.T]
+    several = len(aims) // 2
     tile = pl.BlockSpec((1, columns), lambda i: (i, 0))
-    gradient, nll = pl.pallas_call(
-        functools.partial(_kernel, row=pieces),
+    gradient, *nll = pl.pallas_call(
+        functools.partial(_kernel, row=pieces, several=several),
         grid=(count,),
-        in_specs=[tile, row, row],
-        out_specs=[tile, row],
-        out_shape=[jax.ShapeDtypeStruct(logits.shape, logits.dtype), jax.ShapeDtypeStruct((count,), jnp.float32)],
+        in_specs=[tile, *[row] * len(aims)],
+        out_specs=[tile, *[row] * several],
+        out_shape=[
+            jax.ShapeDtypeStruct(logits.shape, logits.dtype),
+            *[jax.ShapeDtypeStruct((count,), jnp.float32)] * several,
+        ],
         input_output_aliases={0: 0},
         compiler_params=plgpu.CompilerParams(num_warps=WARPS, num_stages=1),
         interpret=jax.default_backend() != "gpu",
-    )(logits, targets, weights)
-    return gradient, nll
+    )(logits, *aims)
+    return gradient, nll[0] if targets.ndim == 1 else jnp.stack(nll, axis=-1)
 
 
 def _power(size: int) -> int:
@@ -94,12 +100,13 @@ class _Row:
         return z, share, column, mask
 
 
-def _kernel(l_ref: Any, t_ref: Any, w_ref: Any, g_ref: Any, nll_ref: Any, *, row: Callable[[Any], _Row]) -> None:
-    it = row(l_ref)
-    target, weight = t_ref[0], w_ref[0]
+def _kernel(l_ref: Any, *refs: Any, row: Callable[[Any], _Row], several: int) -> None:
+    """refs: those of `several` targets and of their weights, of the gradient, and of their nlls."""
+    it, g_ref = row(l_ref), refs[2 * several]
+    targets, weights = ([ref[0] for ref in refs[start : start + several]] for start in (0, several))
     steps = -(-it.columns // it.size)
     # read before the sweep: after it, a warp that is ahead may already write its gradient there
-    aim = it.read(jnp.minimum(target, it.columns - 1), 1, None)[0][0]
+    aims = [it.read(jnp.minimum(target, it.columns - 1), 1, None)[0][0] for target in targets]
 
     def sweep(index: Any, carry: tuple[Array, Array]) -> tuple[Array, Array]:
         top, total = carry
@@ -112,14 +119,20 @@ def _kernel(l_ref: Any, t_ref: Any, w_ref: Any, g_ref: Any, nll_ref: Any, *, row
     start = jnp.float32(it.softcap if shifts_by_cap(it.softcap) else jnp.finfo(jnp.float32).min)
     top, total = jax.lax.fori_loop(0, steps, sweep, (start, jnp.zeros((1, it.size), jnp.float32)))
     lse = jnp.log(jnp.sum(total)) + top
-    nll_ref[...] = lse - aim
+    for aim, nll_ref in zip(aims, refs[2 * several + 1 :], strict=True):
+        nll_ref[...] = lse - aim
 
     def write(index: Any, _: None) -> None:
         z, share, column, mask = it.piece(index)
-        gradient = jnp.exp(z - lse) - jnp.where(column == target, 1.0, 0.0)
-        if it.softcap:
-            gradient *= 1 - jnp.square(share)
-        gradient = (weight * gradient).astype(g_ref.dtype)
+
+        def of(target: Array, weight: Array) -> Array:
+            gradient = jnp.exp(z - lse) - jnp.where(column == target, 1.0, 0.0)
+            if it.softcap:
+                gradient *= 1 - jnp.square(share)
+            return weight * gradient
+
+        first, *rest = map(of, targets, weights)
+        gradient = sum(rest, first).astype(g_ref.dtype)
         plgpu.store(g_ref.at[pl.ds(0, 1), pl.ds(index * it.size, it.size)], gradient, mask=mask)
 
     jax.lax.fori_loop(0, steps, write, None)

@@ -6,19 +6,21 @@ For logits l = h W, softcap z = c·tanh(l / c), per token with weight w and targ
     loss = (1 − ε)·nll + ε·(logsumexp(z) − mean_v z_v) + ζ·logsumexp(z)²      (ε label smoothing, ζ z-loss)
 
 The loss is a sum of scalars, so its gradient is known up to one scalar when the forward pass holds a tile of logits:
-dhidden and dW are computed there and only scaled in the backward pass. No tile is ever computed twice.
+dhidden and dW are computed there and only scaled in the backward pass. No tile is ever computed twice, and further
+targets of the same hidden states (`Further`) share it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import Array
+from jax.custom_derivatives import CustomVJPPrimal
 
 from bessemer.kernels.fp8 import head_products, over_rows
 from bessemer.kernels.loss import shifts_by_cap, softmax_gradient
@@ -55,6 +57,19 @@ class LossOptions:
         return ("batch", "sequence", *(("vocab", None) if self.tied else (None, "vocab")))
 
 
+class Further(NamedTuple):
+    """n more targets of each hidden state, which add Σ_n share_n · Σ w_n·nll_n to the loss. No smoothing, no z-loss."""
+
+    targets: Array  # (B, T, n)
+    weights: Array  # (B, T, n)
+    shares: Array  # (n,)
+
+    @property
+    def shared(self) -> Array:
+        """share · w, (B, T, n)."""
+        return self.shares * self.weights
+
+
 def cross_entropy(
     hidden: Array,
     head: Array,
@@ -69,10 +84,11 @@ def cross_entropy(
     kernels: str = "xla",
     fp8: str | None = None,
     tied: bool = False,
-) -> tuple[Array, Array]:
-    """(Σ w·loss, Σ w·nll) in float32. hidden: (B, T, D) or (N, D); head: (D, V), or `tied` (V, D); targets, weights:
-    (B, T).
+    further: Further | None = None,
+) -> tuple[Array, ...]:
+    """(Σ w·loss, Σ w·nll) in float32, with `further` also the mean over n of Σ w_n·nll_n.
 
+    hidden: (B, T, D), or without `further` also (N, D); head: (D, V), or `tied` (V, D); targets, weights: (B, T).
     Targets below 0 are ignored. Only the first result is differentiable, in `hidden` and `head`. Matmuls run in the
     dtype of `hidden`, or in float8 with the scaling `fp8` when a gradient is taken. `chunks` cuts the sequence axis, so
     a batch split over devices stays where it is. `kernels="pallas"`: for the plain loss over an unsplit vocabulary,
@@ -85,14 +101,20 @@ def cross_entropy(
     if alone:  # one long row: cutting it copies nothing
         hidden = hidden.reshape(1, -1, hidden.shape[-1])
         targets, weights = targets.reshape(1, -1), weights.reshape(1, -1)
+        if further is not None:
+            ahead = [x.reshape(1, -1, x.shape[-1]) for x in further[:2]]
+            further = Further(ahead[0], ahead[1], further.shares)
     sizes = (targets.shape[0], targets.shape[1], head.shape[0 if tied else 1])
     count = choose_chunks(chunks, *sizes, KERNEL_TILE if kernel else None)
     if kernel and row_groups(sizes[0], -(-sizes[1] // count)) != (shards("batch"), shards("sequence")):
         kernel, count = False, choose_chunks(chunks, *sizes)  # devices would have different rows
     options = LossOptions(vocab_size, count, softcap, label_smoothing, z_loss, kernel, fp8, tied=tied)
     weights = jnp.where(targets < 0, 0.0, weights.astype(jnp.float32))
-    loss, nll = _cross_entropy(options, hidden, head, jnp.maximum(targets, 0), weights)
-    return loss, jax.lax.stop_gradient(nll)
+    if further is not None:
+        unknown = further.targets < 0
+        further = Further(jnp.maximum(further.targets, 0), jnp.where(unknown, 0.0, further.weights), further.shares)
+    loss, *nll = _cross_entropy(options, hidden, head, jnp.maximum(targets, 0), weights, further)
+    return loss, *map(jax.lax.stop_gradient, nll)
 
 
 def target_weights(batch: Mapping[str, Array]) -> Array:
@@ -190,29 +212,63 @@ def _logit_gradient(options: LossOptions, z: Array, lse: Array, targets: Array, 
     return jnp.where(column < options.vocab_size, gradient, 0.0)
 
 
+def _sums(weights: Array, loss: Array, nll: Array, further: Further | None, nlls: Array | None) -> Array:
+    """(Σ loss, Σ w·nll) of one tile, and of further targets with their nlls (B, t, n) the third number."""
+    if further is None or nlls is None:
+        return jnp.stack([jnp.sum(weights * loss), jnp.sum(weights * nll)])
+    each = jnp.sum(further.weights * nlls, axis=(0, 1))
+    total = jnp.sum(weights * loss) + jnp.sum(further.shares * each)
+    return jnp.stack([total, jnp.sum(weights * nll), jnp.mean(each)])
+
+
+def _further_nlls(z: Array, lse: Array, further: Further | None) -> Array | None:
+    """nll of each further target, (B, t, n)."""
+    if further is None:
+        return None
+    picked = [_pick(z, further.targets[..., n]) for n in range(further.targets.shape[-1])]
+    return lse[..., None] - jnp.stack(picked, axis=-1)
+
+
+def _pieces(
+    options: LossOptions, hidden: Array, targets: Array, weights: Array, further: Further | None
+) -> tuple[Array, ...]:
+    """What each tile reads, cut into chunks."""
+    return tuple(split(x, options.chunks) for x in (hidden, targets, weights, *(further or ())[:2]))
+
+
+def _of_tile(further: Further | None, pieces: Sequence[Array]) -> Further | None:
+    """The further targets of one tile, from what `_pieces` has of it beyond the first three."""
+    return None if further is None else Further(pieces[0], pieces[1], further.shares)
+
+
+def _zeros(further: Further | None) -> Array:
+    return jnp.zeros(2 if further is None else 3, jnp.float32)
+
+
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _cross_entropy(
-    options: LossOptions, hidden: Array, head: Array, targets: Array, weights: Array
-) -> tuple[Array, Array]:
+    options: LossOptions, hidden: Array, head: Array, targets: Array, weights: Array, further: Further | None
+) -> tuple[Array, ...]:
     """Value only: what evaluation runs."""
     table = constrain(head.astype(hidden.dtype), *options.head_axes)
 
-    def tile(sums: Array, inputs: tuple[Array, Array, Array]) -> tuple[Array, None]:
-        h, t, w = inputs
+    def tile(sums: Array, inputs: tuple[Array, ...]) -> tuple[Array, None]:
+        h, t, w, *rest = inputs
+        more = _of_tile(further, rest)
         z, lse = _statistics(options, _logits(h, table, tied=options.tied))
         loss, nll = _token_loss(options, z, lse, t)
-        return sums + jnp.stack([jnp.sum(w * loss), jnp.sum(w * nll)]), None
+        return sums + _sums(w, loss, nll, more, _further_nlls(z, lse, more)), None
 
-    pieces = tuple(split(x, options.chunks) for x in (hidden, targets, weights))
-    sums, _ = scan_tiles(tile, jnp.zeros(2, jnp.float32), pieces, options.chunks)
-    return sums[0], sums[1]
+    sums, _ = scan_tiles(tile, _zeros(further), _pieces(options, hidden, targets, weights, further), options.chunks)
+    return tuple(sums[i] for i in range(len(sums)))
 
 
 def _forward(
-    options: LossOptions, hidden: Any, head: Any, targets: Any, weights: Any
-) -> tuple[tuple[Array, Array], tuple[Array, Array | None]]:
-    values = (argument.value for argument in (hidden, head, targets, weights))
-    return loss_and_gradients(options, head.perturbed, *values)
+    options: LossOptions, hidden: Any, head: Any, targets: Any, weights: Any, further: Any
+) -> tuple[tuple[Array, ...], tuple[Array, Array | None]]:
+    more = jax.tree.map(lambda x: x.value, further, is_leaf=lambda x: isinstance(x, CustomVJPPrimal))
+    values = {"hidden": hidden.value, "head": head.value, "targets": targets.value, "weights": weights.value}
+    return loss_and_gradients(options, head.perturbed, **values, further=more)
 
 
 def loss_and_gradients(
@@ -223,54 +279,76 @@ def loss_and_gradients(
     targets: Array,
     weights: Array,
     tiles: Array | None = None,
-) -> tuple[tuple[Array, Array], tuple[Array, Array | None]]:
-    """Return ((Σ w·loss, Σ w·nll), (dhidden, dW)), tile by tile. dW is kept apart per shard (`row_groups`), summed over
-    devices once. A head that is not `trained` has none. tiles: () int32, how many have targets; None: all."""
+    further: Further | None = None,
+) -> tuple[tuple[Array, ...], tuple[Array, Array | None]]:
+    """Return ((Σ w·loss, Σ w·nll, …), (dhidden, dW)), tile by tile. dW is kept apart per shard (`row_groups`), summed
+    over devices once. A head that is not `trained` has none. tiles: () int32, how many have targets; None: all."""
     if options.fp8 is None:
         logits, gradients = _products(head, hidden.dtype, options.tied)
     else:
         logits, gradients = head_products(head, options.fp8)
     groups = row_groups(hidden.shape[0], -(-hidden.shape[1] // options.chunks))
 
-    def tile(carry: tuple[Array, Array], inputs: tuple[Array, Array, Array]) -> tuple[tuple[Array, Array], Array]:
+    def tile(carry: tuple[Array, Array], inputs: tuple[Array, ...]) -> tuple[tuple[Array, Array], Array]:
         sums, dhead = carry
-        h, t, w = inputs
-        loss, nll, dlogits, bound = _loss_and_gradient(options, h, logits, t, w)
+        h, t, w, *rest = inputs
+        added_sums, dlogits, bound = _loss_and_gradient(options, h, logits, t, w, _of_tile(further, rest))
         dh, added = gradients(h, dlogits, bound, groups if trained else None)
-        sums += jnp.stack([jnp.sum(w * loss), jnp.sum(w * nll)])
+        sums += added_sums
         if added is None:
             return (sums, dhead), dh.astype(h.dtype)
         return (sums, constrain(dhead + added, *options.gradient_axes)), dh.astype(h.dtype)
 
-    pieces = tuple(split(x, options.chunks) for x in (hidden, targets, weights))
+    pieces = _pieces(options, hidden, targets, weights, further)
     zeros = jnp.zeros((*groups, *head.shape) if trained else (1, 1, 1, 1), jnp.float32)
-    start = (jnp.zeros(2, jnp.float32), constrain(zeros, *options.gradient_axes))
+    start = (_zeros(further), constrain(zeros, *options.gradient_axes))
     (sums, dhead), dhidden = scan_tiles(tile, start, pieces, options.chunks, tiles)
     dhidden = join(dhidden)[:, : hidden.shape[1]]
-    return (sums[0], sums[1]), (dhidden, jnp.sum(dhead, axis=(0, 1)).astype(head.dtype) if trained else None)
+    totals = tuple(sums[i] for i in range(len(sums)))
+    return totals, (dhidden, jnp.sum(dhead, axis=(0, 1)).astype(head.dtype) if trained else None)
 
 
 def _loss_and_gradient(
-    options: LossOptions, h: Array, logits: Callable[..., Array], targets: Array, weights: Array
-) -> tuple[Array, Array, Array, Array]:
-    """(loss, nll, ∂(Σ w·loss)/∂logits, a bound of its entries) of one tile. h: (B, t, D)."""
+    options: LossOptions,
+    h: Array,
+    logits: Callable[..., Array],
+    targets: Array,
+    weights: Array,
+    further: Further | None,
+) -> tuple[Array, Array, Array]:
+    """(sums, ∂(Σ w·loss)/∂logits, a bound of its entries) of one tile. h: (B, t, D)."""
     if options.kernel:
-        dlogits, nll = _by_kernel(options, logits(h, dtype=h.dtype), targets, weights)
-        return nll, nll, dlogits, jnp.max(weights)
+        aims, shares = targets, weights
+        if further is not None:
+            aims = jnp.concatenate([targets[..., None], further.targets], axis=-1)
+            shares = jnp.concatenate([weights[..., None], further.shared], axis=-1)
+        dlogits, nlls = _by_kernel(options, logits(h, dtype=h.dtype), aims, shares)
+        nll, rest = (nlls, None) if further is None else (nlls[..., 0], nlls[..., 1:])
+        return _sums(weights, nll, nll, further, rest), dlogits, _bound(jnp.max(weights), further)
     z, lse = _statistics(options, logits(h))
     loss, nll = _token_loss(options, z, lse, targets)
     bound = jnp.max(weights * (1 + 2 * options.z_loss * jnp.abs(lse)))
-    return loss, nll, _logit_gradient(options, z, lse, targets, weights), bound
+    gradient = _logit_gradient(options, z, lse, targets, weights)
+    if further is not None:
+        plain, shared = replace(options, label_smoothing=0.0, z_loss=0.0), further.shared
+        for n in range(shared.shape[-1]):
+            gradient += _logit_gradient(plain, z, lse, further.targets[..., n], shared[..., n])
+    return _sums(weights, loss, nll, further, _further_nlls(z, lse, further)), gradient, _bound(bound, further)
+
+
+def _bound(own: Array, further: Further | None) -> Array:
+    return own if further is None else own + jnp.max(jnp.sum(further.shared, axis=-1))
 
 
 def _by_kernel(options: LossOptions, logits: Array, targets: Array, weights: Array) -> tuple[Array, Array]:
-    """(∂(Σ w·nll)/∂logits, nll), each device's rows by its own kernel. logits: (B, t, V), overwritten."""
+    """(∂(Σ w·nll)/∂logits, nll), each device's rows by its own kernel. logits: (B, t, V), overwritten; targets,
+    weights, nll: (B, t), or (B, t, n) with several targets per row."""
 
     def rows(logits: Array, targets: Array, weights: Array) -> tuple[Array, Array]:
         gradient, nll = softmax_gradient(
             logits.reshape(-1, logits.shape[-1]),
-            targets.reshape(-1),
-            weights.reshape(-1),
+            targets.reshape(-1, *targets.shape[2:]),
+            weights.reshape(-1, *weights.shape[2:]),
             vocab_size=options.vocab_size,
             softcap=options.softcap,
         )
@@ -299,12 +377,12 @@ def _products(
 
 
 def _backward(
-    options: LossOptions, residuals: tuple[Array, Array | None], cotangents: tuple[Array, Array]
-) -> tuple[Array, Array | None, None, None]:
+    options: LossOptions, residuals: tuple[Array, Array | None], cotangents: tuple[Array, ...]
+) -> tuple[Array, Array | None, None, None, None]:
     dhidden, dhead = residuals
     g = cotangents[0]
     scaled = None if dhead is None else dhead * g.astype(dhead.dtype)
-    return (dhidden * g).astype(dhidden.dtype), scaled, None, None
+    return (dhidden * g).astype(dhidden.dtype), scaled, None, None, None
 
 
 _cross_entropy.defvjp(_forward, _backward, symbolic_zeros=True)

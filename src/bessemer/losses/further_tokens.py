@@ -3,17 +3,18 @@
     loss = Σ_t w_t · nll(h_t, token t + 1)  +  Σ_n λ_n(step) Σ_t w_t,n · nll(h_t, token t + 1 + n),    over Σ_t w_t
 
 The same hidden state and the same head predict all of them (Gloeckle et al. 2024, arXiv 2404.19737, without heads of
-their own), so a model has no more parameters than without it. The one denominator stays that of the next token.
+their own), so a model has no more parameters than without it, and one tile of logits serves all targets. The one
+denominator stays that of the next token.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import jax.numpy as jnp
 from jax import Array
 
-from bessemer.losses.cross_entropy import IGNORED, target_weights
+from bessemer.losses.cross_entropy import IGNORED, Further, target_weights
 
 PROGRESS = "progress"
 """Field of a training batch, (): the share of the run's steps that are made, where the objective follows it."""
@@ -45,13 +46,8 @@ def further_targets(batch: Mapping[str, Array], ahead: int) -> tuple[Array, Arra
     return moved(targets, ahead, IGNORED), weights
 
 
-def further_loss(
-    score: Callable[[Array, Array], tuple[Array, Array]], batch: Mapping[str, Array], weights: Array
-) -> tuple[Array, Array]:
-    """Return (Σ_n λ_n Σ w·nll, Σ_n Σ w·nll / n) of n further tokens. weights: λ, (n,).
-
-    score: (targets, w) → (Σ w·loss, Σ w·nll), one after the other, so that one tile of logits is held.
-    """
-    found = [score(*further_targets(batch, 1 + index)) for index in range(len(weights))]
-    loss = sum((weights[index] * loss for index, (loss, _) in enumerate(found)), jnp.zeros((), jnp.float32))
-    return loss, sum((nll for _, nll in found), jnp.zeros((), jnp.float32)) / len(found)
+def join_further(batch: Mapping[str, Array], shares: Array) -> Further:
+    """Return the targets of n further tokens, which share the logits of the next one. shares: λ, (n,)."""
+    found = [further_targets(batch, 1 + index) for index in range(len(shares))]
+    targets, weights = (jnp.stack(part, axis=-1) for part in zip(*found, strict=True))
+    return Further(targets, weights, shares)

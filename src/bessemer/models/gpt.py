@@ -21,7 +21,20 @@ from bessemer.kernels.norms import choose_kernels
 from bessemer.models.allocation import check_rows
 from bessemer.models.bigram import ROWS_MULTIPLE, BigramSettings, add_bigrams
 from bessemer.models.cache import NONE, Cache
-from bessemer.models.layers import AXES, After, BlockParameters, LayerOptions, Step, Stream, declare, layer, ramp
+from bessemer.models.dense_connections import ConnectionParameters, connect
+from bessemer.models.layers import (
+    AXES,
+    OFFLOAD,
+    After,
+    BlockParameters,
+    Connect,
+    LayerOptions,
+    Step,
+    Stream,
+    declare,
+    layer,
+    ramp,
+)
 from bessemer.models.lookup import AXES as LOOKUP_AXES
 from bessemer.models.lookup import LookupOptions, LookupParameters, LookupSettings, lookup_layer, with_lookup
 from bessemer.models.moe import ExpertSettings, Stats, add_stats, no_stats
@@ -30,7 +43,7 @@ from bessemer.models.shape import Shape, layer_windows
 from bessemer.models.transformer import AttendAt, Tokens, Transformer, require
 from bessemer.registry import models
 from bessemer.topology import unbox
-from bessemer.topology.rules import constrain
+from bessemer.topology.rules import constrain, shards
 
 # The optimizer group of a parameter, by its name; all others are "matrix".
 GROUPS = {
@@ -46,6 +59,9 @@ GROUPS = {
     "smear_gate": "scalar",
     "smear_scale": "scalar",
     "backout_scale": "scalar",
+    "connect_read": "gate",
+    "connect_write": "rho",
+    "connect_bias": "rho",
     "router": "gate",
     "router_bias": "scalar",
 }
@@ -123,7 +139,17 @@ class GPT(Transformer, LookupSettings, ExpertSettings, BigramSettings):
         default=False,
         help="half of a key's channels are the previous token's, so that one layer finds what follows a token",
     )
+    paired_heads: bool = field(
+        "architecture/paired_heads",
+        default=False,
+        help="two heads share their keys and values, over a sequence that interleaves both",
+    )
     backout: bool = field("architecture/backout", default=True, help="subtract the middle layer's output")
+    dense_connections: bool = field(
+        "architecture/dense_connections",
+        default=False,
+        help="what a block reads is a learned mixture, by token, of the outputs of all blocks before it",
+    )
     qk_norm: bool = field("architecture/qk_norm", default=True, help="norm queries and keys, then × 1.2")
     softcap: float = field("architecture/softcap", default=15.0, minimum=0.0, help="c·tanh(logits/c); 0 = off")
     rotary_base: float = field(
@@ -145,6 +171,8 @@ class GPT(Transformer, LookupSettings, ExpertSettings, BigramSettings):
             backout=self.backout,
             bigram_rows=self.bigram_rows,
             key_offset=self.key_offset,
+            dense_connections=self.dense_connections,
+            paired_heads=self.paired_heads,
         )
         return with_lookup(self, replace(shape, experts=self.expert_shape(shape.mlp_width)))
 
@@ -153,7 +181,7 @@ class GPT(Transformer, LookupSettings, ExpertSettings, BigramSettings):
     projected_groups: ClassVar[tuple[str, ...]] = ("matrix",)
     has_stages: ClassVar[bool] = True
     cast_groups: ClassVar[tuple[str, ...]] = ("matrix", "embedding", "value_embedding", "head")
-    silent_at_start: ClassVar[tuple[str, ...]] = ("rho", "xi", "backout_scale")
+    silent_at_start: ClassVar[tuple[str, ...]] = ("rho", "xi", "backout_scale", "connect_write", "connect_bias")
     """Parameters without a gradient in a fresh model. All output projections are 0, so the residual stream is a
     multiple of x0, and the final norm removes any factor; what is computed is rounding noise (1e-11 to 1e-8)."""
 
@@ -192,6 +220,13 @@ class GPT(Transformer, LookupSettings, ExpertSettings, BigramSettings):
             f"architecture.key_offset halves the rotary pairs of a head, and model.head_dim is {self.head_dim}; make "
             "it a multiple of 4, or leave architecture.key_offset out.",
         )
+        require(
+            not self.paired_heads or (s.kv_heads % 2 == 0 and s.heads // 2 % shards("heads") == 0),
+            f"architecture.paired_heads takes an even model.kv_heads, which is {s.kv_heads}, and a topology.tensor "
+            f"that divides the {s.heads // 2} pairs of heads, which is {shards('heads')}. Change them, or leave "
+            "architecture.paired_heads out.",
+        )
+        self._check_connections()
         require(self.softcap >= 0, f"architecture.softcap is {self.softcap}; 0 turns it off.")
         require(self.rotary_base > 1, f"architecture.rotary_base is {self.rotary_base}; it must be above 1.")
         require(
@@ -207,6 +242,21 @@ class GPT(Transformer, LookupSettings, ExpertSettings, BigramSettings):
             check_rows(self.vocab_size, s.lookup.rows, self.lookup_k_max)
             if self.allocation is not None:
                 self.allocation.check(self, None, "allocation")
+
+    def _check_connections(self) -> None:
+        """A scan would keep all outputs once per layer, a stage would have to send them on, and they stay on the
+        device where they are read."""
+        stages = shards("stage")
+        for holds, setting, fix in (
+            (not self.scan_layers, "architecture.scan_layers=true", "architecture.scan_layers=false"),
+            (OFFLOAD not in self.remat, "architecture.remat=offload", "architecture.remat=block"),
+            (stages == 1, f"topology.pipeline={stages}", "topology.fsdp for these devices"),
+        ):
+            require(
+                holds or not self.dense_connections,
+                f"architecture.dense_connections and {setting} do not go together: every layer reads the outputs of "
+                f"all before it. Use {fix}, or leave architecture.dense_connections out.",
+            )
 
     @staticmethod
     def group_of(path: tuple[str, ...]) -> str:
@@ -240,6 +290,9 @@ class GPT(Transformer, LookupSettings, ExpertSettings, BigramSettings):
             size = (self.bigram_rows, s.width)
             self.bigram_table = declare(self, "bigram_table", zeros, ("vocab", "embed"), size)
         self.blocks = [BlockParameters(s, s.has_value_embedding(layer)) for layer in range(s.depth)]
+        if self.dense_connections:
+            counts = range(2, s.depth + 2)  # of the outputs after each block, the embeddings included
+            self.connections = [ConnectionParameters(count, s.depth + 1, s.width) for count in counts]
         if s.lookup is not None:
             self.lookups = {str(after): LookupParameters(s.lookup, s.width) for after in s.lookup.layers}
         if self.residual_mix:
@@ -282,7 +335,7 @@ class GPT(Transformer, LookupSettings, ExpertSettings, BigramSettings):
         )
         shared = {"backout_scale": self.backout_scale} if self._backs_out else {}
         stats = no_stats(self.routing(), self.depth, watch)
-        x, stats = run_stack(stack, self._layer_params(), shared, x, rows, stats)
+        x, stats = run_stack(stack, self._layer_params(), shared, x, rows, stats, self._connect())
         return ops.rms_norm(x), stats
 
     def _block(self, options: LayerOptions, length: int, rows: Rows) -> tuple[Step, After]:
@@ -310,11 +363,15 @@ class GPT(Transformer, LookupSettings, ExpertSettings, BigramSettings):
         length = cache.capacity + input_ids.shape[1]
         rotary = ops.rotary_table(positions, length, self.head_dim, self.rotary_base)
         x0 = middle = x
+        connect, outputs = self._connect(), [x]
         for index, params in enumerate(self._layer_params()):
             x, x0, seen = layer(self._layer_options(), params, x, x0, input_ids, rotary, attend(index), None)
             self._record(seen)
             middle = x if index == self.depth // 2 else middle
             x = self._look_up(input_ids, params["lookup"], x) if "lookup" in params else x
+            if connect is not None:
+                outputs.append(x)
+                x = connect(outputs)
         shared = {"backout_scale": self.backout_scale} if self._backs_out else {}
         return ops.rms_norm(self._back_out(shared, x, middle)), embedded
 
@@ -325,6 +382,13 @@ class GPT(Transformer, LookupSettings, ExpertSettings, BigramSettings):
 
     def _add_bigrams(self, x: Array, previous: Array, ids: Array) -> Array:
         return add_bigrams(x, self.bigram_table, previous, ids)
+
+    def _connect(self) -> Connect | None:
+        """Return what mixes the outputs so far, the embeddings first, for the next block; None: it reads the last."""
+        if not self.dense_connections:
+            return None
+        params = [connection() for connection in self.connections]
+        return lambda outputs: connect(params[len(outputs) - 2], outputs, self.compute_dtype)
 
     def _head(self) -> Array:
         return self.head

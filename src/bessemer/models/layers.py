@@ -278,6 +278,7 @@ def _product(options: LayerOptions, name: str, w: Array | Quantized | Adapted, x
 Stream = tuple[Array, Array, Stats]
 Step = Callable[[Any, dict[str, Any], Array, Stream], Stream]  # of kind, params, index, stream
 After = Callable[[dict[str, Array], Array], Array]  # (params["lookup"], x) → x
+Connect = Callable[[Sequence[Array]], Array]  # the embeddings and all outputs so far → what the next layer reads
 
 
 def run_layers(
@@ -290,14 +291,18 @@ def run_layers(
     scan: bool,
     remat: Sequence[str],
     stats: Stats | None = None,
+    connect: Connect | None = None,
 ) -> tuple[Array, Array, Stats]:
     """(output of the last layer, output of layer n//2, stats). x: (B, T, D), the embeddings; stats: to add to.
 
     kinds: the static part of each layer, such as its window; layers of one kind are one program.
     A layer whose parameters hold "lookup" is followed by `after` with those; its own output is the one before.
+    connect: replaces what each layer hands on; not with `scan`.
     """
     start: Carry = ((x, x, stats or {}), x)
-    stream, middle = run_some(step, after, params, kinds, start, scan=scan, remat=remat, first=0, depth=len(params))
+    stream, middle = run_some(
+        step, after, params, kinds, start, scan=scan, remat=remat, first=0, depth=len(params), connect=connect
+    )
     assert middle is not None
     return stream[0], middle, stream[2]
 
@@ -317,6 +322,7 @@ def run_some(
     remat: Sequence[str],
     first: int | Array,
     depth: int,
+    connect: Connect | None = None,
 ) -> Carry:
     """Run some consecutive layers of a model with `depth` layers; `first` is the number of the first of them."""
     forms = tuple((kind, _form(p)) for kind, p in zip(kinds, params, strict=True))
@@ -345,12 +351,17 @@ def run_some(
             stream = (look_up(p, stream[0]), *stream[1:])
         return (stream, middle), None
 
+    outputs = [carry[0][0]]
     for start, period, repeats in segments:
         groups = [params[start + g * period : start + (g + 1) * period] for g in range(repeats)]
         if repeats == 1 and isinstance(first, int):
             stream = layer(kinds[start])(params[start], jnp.int32(first + start), carry[0])
             middle = stream[0] if carry[1] is not None and first + start == depth // 2 else carry[1]
-            carry = ((look_up(params[start], stream[0]), *stream[1:]), middle)
+            x = look_up(params[start], stream[0])
+            if connect is not None:
+                outputs.append(x)
+                x = connect(outputs)
+            carry = ((x, *stream[1:]), middle)
         elif repeats == 1:
             carry, _ = group(start, carry, (groups[0], jnp.asarray(first + start)))
         else:

@@ -40,7 +40,7 @@ from jax.custom_derivatives import CustomVJPPrimal, SymbolicZero
 from jax.sharding import PartitionSpec
 
 from bessemer.errors import InputError
-from bessemer.models.layers import After, Step, run_layers, run_some
+from bessemer.models.layers import After, Connect, Step, run_layers, run_some
 from bessemer.models.moe import Stats, Watch
 from bessemer.topology.rules import STAGE_BATCH_AXES, shards
 
@@ -88,17 +88,26 @@ class Stack:
 
 
 def run_stack(
-    stack: Stack, params: Sequence[dict[str, Any]], shared: dict[str, Array], x: Array, rows: Rows, stats: Stats
+    stack: Stack,
+    params: Sequence[dict[str, Any]],
+    shared: dict[str, Array],
+    x: Array,
+    rows: Rows,
+    stats: Stats,
+    connect: Connect | None = None,
 ) -> tuple[Array, Stats]:
     """Return (output of the stack, stats). x: (B, T, D), the embeddings; shared: what `finish` reads; stats: zeros.
 
+    connect: replaces what each layer hands on (`run_layers`); not with several stages.
     Rows that the stages do not divide, such as one prompt, go through all layers on every device.
     """
     stages, groups = shards("stage"), shards("batch") // shards("stage")
     if stages > 1 and len(x) % (groups * stages) == 0:
         return _pipelined(stack, params, shared, x, rows, stats)
     step, after = stack.block(rows)
-    x, middle, stats = run_layers(step, after, params, stack.kinds, x, scan=stack.scan, remat=stack.remat, stats=stats)
+    x, middle, stats = run_layers(
+        step, after, params, stack.kinds, x, scan=stack.scan, remat=stack.remat, stats=stats, connect=connect
+    )
     return stack.finish(shared, x, middle), stats
 
 

@@ -18,7 +18,7 @@ from jax import Array
 from bessemer.config import field
 from bessemer.errors import InputError
 from bessemer.losses.cross_entropy import Projection, logits_loss, target_weights
-from bessemer.losses.further_tokens import further_loss
+from bessemer.losses.further_tokens import join_further
 from bessemer.losses.token_scores import policy_scores, token_logprobs, token_scores
 from bessemer.topology import unbox
 
@@ -264,13 +264,10 @@ class LanguageModel(Model):
         loss, nll = logits_loss(logits, batch["target_ids"], label_smoothing, z_loss)
         total, sums = jnp.sum(weights * loss), {"nll": jnp.sum(weights * nll)}
         if further is not None:
-
-            def score(targets: Array, weights: Array) -> tuple[Array, Array]:
-                nll = jnp.sum(weights * logits_loss(logits, targets, 0.0, 0.0)[1])
-                return nll, nll
-
-            more, sums["further_nll"] = further_loss(score, batch, further)
-            total = total + more
+            ahead = join_further(batch, further)
+            nlls = [logits_loss(logits, ahead.targets[..., n], 0.0, 0.0)[1] for n in range(len(further))]
+            each = jnp.sum(ahead.weights * jnp.stack(nlls, axis=-1), axis=(0, 1))
+            total, sums["further_nll"] = total + jnp.sum(further * each), jnp.mean(each)
         return total, jnp.sum(weights), sums
 
     def count_parameters(self) -> dict[str, int]:

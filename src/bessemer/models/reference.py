@@ -36,6 +36,8 @@ class Config:
     residual_mix: bool = True
     value_embeddings: bool = True
     key_offset: bool = False
+    dense_connections: bool = False
+    paired_heads: bool = False
     backout: bool = True
     qk_norm: bool = True
     softcap: float = 15.0
@@ -92,6 +94,12 @@ def init(config: Config, key: Array) -> Params:
             block["value_table"] = uniform((vocab, kv), -bound, bound)
             block["value_gate"] = uniform((min(12, d), config.kv_heads), 0, 0.02)
         params[f"blocks_{layer}"] = block
+        if config.dense_connections:
+            params[f"connections_{layer}"] = {
+                "connect_read": uniform((d, config.depth + 1), -bound, bound),
+                "connect_write": jnp.zeros((config.depth + 1, layer + 2)),
+                "connect_bias": jnp.zeros(layer + 2),
+            }
     return params
 
 
@@ -153,6 +161,7 @@ def forward(
         x = x + params["smear_scale"] * gate * previous
 
     x0 = middle = x
+    outputs = [x]
     cache: Params = {"previous": embedded[:, -1]}
     for layer in range(config.depth):
         block = params[f"blocks_{layer}"]
@@ -180,17 +189,33 @@ def forward(
             old_k, old_v, _ = past[f"blocks_{layer}"]
             k, v = jnp.concatenate([old_k, k], axis=1), jnp.concatenate([old_v, v], axis=1)
         cache[f"blocks_{layer}"] = (k, v, last)
-        distance = order[:, None] - jnp.arange(k.shape[1])  # (T, S): how far back a key lies
-        allowed = (distance >= 0) & (distance < (config.window_of(layer) or k.shape[1]))
+        window, placed, same = config.window_of(layer), order, documents
+        if config.paired_heads:  # two heads are one with twice the tokens: a_0 b_0 a_1 b_1 …
+            q, k, v = (
+                y.reshape(rows, y.shape[1], -1, 2, config.head_dim).swapaxes(2, 3) for y in (q, k, v)
+            )  # (B, T, 2, N/2, H)
+            q, k, v = (y.reshape(rows, -1, *y.shape[3:]) for y in (q, k, v))
+            window, placed = window and 2 * window - 1, jnp.stack([2 * order, 2 * order + 1], axis=1).ravel()
+            same = None if documents is None else jnp.repeat(documents, 2, axis=1)
+        distance = placed[:, None] - jnp.arange(k.shape[1])  # (T, S): how far back a key lies
+        allowed = (distance >= 0) & (distance < (window or k.shape[1]))
         allowed = jnp.broadcast_to(allowed, (rows, *allowed.shape))
-        if documents is not None:
-            allowed &= documents[:, :, None] == documents[:, None, :]
-        x = x + softmax_attention(q, k, v, allowed).reshape(rows, length, -1) @ block["out"]
+        if same is not None:
+            allowed &= same[:, :, None] == same[:, None, :]
+        found = softmax_attention(q, k, v, allowed)
+        if config.paired_heads:
+            found = found.reshape(rows, length, 2, -1, config.head_dim).swapaxes(2, 3)
+        x = x + found.reshape(rows, length, -1) @ block["out"]
 
         # Feed-forward with relu².
         x = x + jax.nn.relu(norm(x) @ block["up"]) ** 2 @ block["down"]
         if layer == config.depth // 2:
             middle = x
+        if config.dense_connections:  # the next block reads a mixture of all outputs so far
+            outputs.append(x)
+            mix = params[f"connections_{layer}"]
+            weights = jax.nn.gelu(norm(x) @ mix["connect_read"]) @ mix["connect_write"] + mix["connect_bias"]
+            x = x + jnp.einsum("btj,jbtd->btd", weights, jnp.stack(outputs))
 
     # "Backout": subtract the middle layer. Below three layers the middle is the last layer, so it is skipped.
     if config.backout and config.depth >= 3:

@@ -70,6 +70,8 @@ class Shape:
     experts: ExpertShape | None = None
     bigram_rows: int = 0
     key_offset: bool = False
+    dense_connections: bool = False
+    paired_heads: bool = False
 
     mlp_matrices: ClassVar[int] = 2
 
@@ -97,6 +99,16 @@ class Shape:
     @property
     def bigram_parameters(self) -> int:
         return self.bigram_rows * self.width
+
+    @property
+    def connected(self) -> int:
+        """Outputs that the dense connections of all layers read, the embeddings included: 2 + 3 + … + (depth + 1)."""
+        return self.depth * (self.depth + 3) // 2 if self.dense_connections else 0
+
+    def connection_parameters(self) -> tuple[int, int, int]:
+        """(parameters of R, of W, of b), all layers: models/dense_connections.py."""
+        hidden = (self.depth + 1) * self.dense_connections
+        return self.depth * self.width * hidden, self.connected * hidden, self.connected
 
     @property
     def smear_channels(self) -> int:
@@ -141,13 +153,14 @@ class Shape:
         router, router_bias = self.router_parameters()
         tables, dense = (self.lookup.tables(self.width), self.lookup.dense(self.width)) if self.lookup else (0, 0)
         tables += self.bigram_parameters
+        read, write, bias = self.connection_parameters()
         counts = {
             "matrix": self.depth * per_block + dense,
-            "gate": value_layers * self.gate_channels * self.kv_heads + router,
+            "gate": value_layers * self.gate_channels * self.kv_heads + router + read,
             "embedding": self.padded_vocab * self.width,
             "head": self.padded_vocab * self.width,
             "value_embedding": value_layers * self.padded_vocab * self.kv_width + tables,
-            "rho": self.depth * self.residual_mix,
+            "rho": self.depth * self.residual_mix + write + bias,
             "xi": self.depth * self.residual_mix,
             "scalar": (self.smear_channels + 1) * self.smear + int(self.backout) + router_bias,
         }
@@ -156,10 +169,8 @@ class Shape:
 
     def matmul_parameters(self) -> int:
         """Parameters in a token's matrix products: all but tables, scalars and experts that it does not use."""
-        counts = self.count_parameters()
-        return (
-            counts["matrix"] - self.idle_experts() + counts["head"] + counts["gate"] + self.smear_channels * self.smear
-        )
+        counts, small = self.count_parameters(), self.smear_channels * self.smear + self.connection_parameters()[1]
+        return counts["matrix"] - self.idle_experts() + counts["head"] + counts["gate"] + small
 
     def flops_per_token(self, block_size: int, causal: bool = False) -> float:
         """Training FLOPs per token: 6 × (parameters in matmuls) + Σ_layers 12 · width · min(window, T).
@@ -167,10 +178,17 @@ class Shape:
         A lookup layer is an attention over a token's mean k rows; `width` is that of the queries. `causal` counts only
         the keys that queries really attend to, averaged over the row.
         """
-        keys = sum(attended_keys(window, block_size, causal) for window in self.windows)
+        keys = self.attended(block_size, causal)
         looked_up = len(self.lookup.layers) * self.lookup.mean_k if self.lookup else 0
         attention = 12 * self.query_width * keys + 12 * self.width * looked_up
         return 6 * self.matmul_parameters() + attention + self.recurrent_flops()
+
+    def attended(self, block_size: int, causal: bool) -> float:
+        """Keys that a query of each layer attends to, all layers; of paired heads those of both."""
+        if not self.paired_heads:
+            return sum(attended_keys(window, block_size, causal) for window in self.windows)
+        windows = [None if window is None else 2 * window - 1 for window in self.windows]
+        return sum(attended_keys(window, 2 * block_size, causal) for window in windows)
 
     def recurrent_flops(self) -> float:
         """Training FLOPs per token of recurrent layers, besides their matrices."""
@@ -179,7 +197,7 @@ class Shape:
 
 def explain_flops(shape: Shape, block_size: int) -> str:
     """Return the formula of `flops_per_token` with its numbers, in one line."""
-    keys = sum(attended_keys(window, block_size, causal=False) for window in shape.windows)
+    keys = shape.attended(block_size, causal=False)
     matmul, width = shape.matmul_parameters(), shape.query_width
     used = "active parameters" if shape.experts else "parameters"
     words = f"6 · {matmul:,} {used} in matmuls + 12 · {width:,} · {keys:,} keys of all layers"

@@ -24,12 +24,13 @@ from bessemer.kernels.attention import (
 from bessemer.kernels.decode import decode_attention, suits_decode
 from bessemer.kernels.norms import choose_kernels
 from bessemer.losses.cross_entropy import Projection, cross_entropy, soft_cap, target_weights
-from bessemer.losses.further_tokens import further_loss
+from bessemer.losses.further_tokens import join_further
 from bessemer.models.cache import Cache, begin, empty_cache, held_positions, unwrite, write
 from bessemer.models.key_offset import attend_with_offset, leave_waiting, offset_keys, unwrite_offset, waiting_key
 from bessemer.models.layers import TENSOR_NAMES, Attend, remat_names
 from bessemer.models.lora import drops
 from bessemer.models.moe import APART, CHOSEN, EXPERT_IDS, ROUTING, Stats, Watch, router_sums
+from bessemer.models.paired_heads import attend_paired, attend_paired_cache, paired_window
 from bessemer.models.protocol import Batch, Model
 from bessemer.models.shape import Shape, round_up
 from bessemer.topology.chips import backend
@@ -204,8 +205,9 @@ class Transformer(Model):
 
     def chosen_kernels(self) -> dict[str, tuple[str, str]]:
         """Return setting → (kernel that runs on this platform and mesh, reason)."""
-        dtype, s, length = self.compute_dtype, self.shape, self.block_size
-        layout = layout_of((1, length, s.heads, s.head_dim), (1, length, s.kv_heads, s.head_dim))
+        dtype, s, folds = self.compute_dtype, self.shape, 1 + self.shape.paired_heads
+        length = folds * self.block_size
+        layout = layout_of((1, length, s.heads // folds, s.head_dim), (1, length, s.kv_heads // folds, s.head_dim))
         capped = self._attention_cap() > 0
         attention = choose_attention(
             self.attention, dtype, s.head_dim, self.document_mask, length, layout, capped, self._has_sinks()
@@ -331,12 +333,14 @@ class Transformer(Model):
         """Return the attention of one layer over whole rows."""
         attend = partial(
             attention,
-            window=window,
-            segment_ids=documents,
             implementation=self.attention,
             max_documents=0 if documents is None else self.document_slots(len(documents)),
             softcap=self._attention_cap(),
         )
+        if self.shape.paired_heads:
+            attend = partial(attend_paired, attend, window, documents)
+        else:
+            attend = partial(attend, window=window, segment_ids=documents)
         return partial(attend_with_offset, attend, documents) if self.shape.key_offset else attend
 
     def document_slots(self, rows: int) -> int:
@@ -372,24 +376,24 @@ class Transformer(Model):
     ) -> tuple[Array, Array, dict[str, Array]]:
         weights = target_weights(batch)
         hidden, stats = self._hidden_of(batch, deterministic, embedding_noise, None if deterministic else weights)
-        score = partial(
-            cross_entropy,
+        loss, *nll = cross_entropy(
             hidden,
             self._head(),
+            batch["target_ids"],
+            weights,
             vocab_size=self.vocab_size,
             softcap=self._cap(),
+            label_smoothing=label_smoothing,
+            z_loss=z_loss,
             chunks=self.loss_chunks,
             kernels=choose_kernels(self.kernels, self.compute_dtype),
             fp8=self._head_fp8(not deterministic),
             tied=self.head_is_embedding,
+            further=None if further is None else join_further(batch, further),
         )
-        loss, nll = score(batch["target_ids"], weights, label_smoothing=label_smoothing, z_loss=z_loss)
         loss = loss + stats["loss"] if "loss" in stats else loss
-        sums = {"nll": nll, **router_sums(stats)}
-        if further is not None:
-            more, sums["further_nll"] = further_loss(score, batch, further)
-            loss = loss + more
-        return loss, jnp.sum(weights), sums
+        sums = dict(zip(("nll", "further_nll"), nll, strict=False))
+        return loss, jnp.sum(weights), sums | router_sums(stats)
 
     def _hidden_of(
         self, batch: Batch, deterministic: bool, noise: float = 0.0, counted: Array | None = None
@@ -543,8 +547,10 @@ class Transformer(Model):
             keys = leave_waiting(keys, own, cache.lengths, added)
         stores.append((keys, values))
         if cache.empty:
-            cap = self._attention_cap()
-            return attention(q, k, v, window=window, implementation=self.attention, softcap=cap, sinks=sinks)
+            attend = partial(attention, implementation=self.attention, softcap=self._attention_cap(), sinks=sinks)
+            if self.shape.paired_heads:
+                return attend_paired(attend, window, None, q, k, v)
+            return attend(q, k, v, window=window)
         size = keys.shape[2]
         if q.shape[1] == 1:
             held = held_positions(size, cache.lengths + added)
@@ -554,17 +560,18 @@ class Transformer(Model):
                 for store, new in zip(old, (k, v), strict=True)
             )
             held = jnp.concatenate([held_positions(size, cache.lengths), positions], axis=1)
-        cap = self._attention_cap()
-        return cached_attention(
-            q, keys, values, window=window, q_positions=positions, k_positions=held, softcap=cap, sinks=sinks
-        )
+        attend = partial(cached_attention, softcap=self._attention_cap(), sinks=sinks)
+        if self.shape.paired_heads:
+            attend = partial(attend, window=paired_window(window))
+            return attend_paired_cache(attend, q, keys, values, positions, held)
+        return attend(q, keys, values, window=window, q_positions=positions, k_positions=held)
 
     def steps_in_one_kernel(self) -> bool:
         """Whether a step's attention is the kernel: its rows and heads are then those of one device."""
         chosen = choose_kernels(self.kernels, self.compute_dtype) == "pallas"
         alone = shards("batch") * shards("kv") == 1
         s = self.shape
-        if self._attention_cap() or self._has_sinks() or s.key_offset:  # the kernel has none of them
+        if self._attention_cap() or self._has_sinks() or s.key_offset or s.paired_heads:  # the kernel has none of them
             return False
         return chosen and alone and suits_decode(s.head_dim, s.heads // s.kv_heads)
 

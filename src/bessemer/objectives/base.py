@@ -23,13 +23,6 @@ class FollowsProgress(Protocol):
     follows_progress: bool
 
 
-@runtime_checkable
-class PredictsFurther(Protocol):
-    """Settings of an objective that computes the head's products for more tokens than the next one."""
-
-    further_tokens: int
-
-
 def run_model(apply: Apply, params: Any, batch: Batch, key: Array | None, method: str) -> Any:
     """Return the result of the model's `method`, with dropout where there is a key."""
     return apply(params, batch, key is None, method=method, rngs=None if key is None else {"dropout": key})

@@ -52,10 +52,6 @@ class PretrainSettings(NextTokenSettings):
     def follows_progress(self) -> bool:
         return bool(self.mtp)
 
-    @property
-    def further_tokens(self) -> int:
-        return len(self.mtp)
-
 
 @objectives.register("pretrain", aliases=("seq",), settings=(PretrainSettings,))
 def pretrain(apply: Apply, params: Any, batch: Batch, key: Array | None, settings: PretrainSettings) -> Sums:

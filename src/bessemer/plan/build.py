@@ -193,7 +193,7 @@ def model_pass(plan: RunPlan, functions: Functions, matrix: float) -> tuple[Call
     deep = isinstance(model, Transformer) and model.depth > LAYERS
     cut = without_lookup(model).clone(depth=LAYERS) if deep else model
     block = plan.context.settings.block_size
-    row_flops = (cut.flops_per_token(block) + 6 * plan.model.further) * block
+    row_flops = cut.flops_per_token(block) * block
     if row_flops / matrix > LONGEST:
         return None
     rows = int(min(plan.context.config[microbatch.KEY], max(1, PASS_SECONDS * matrix // row_flops)))

@@ -114,13 +114,8 @@ class Facts:
         model, counts = self.step.model, self.step.plan.model.counts
         if self.precision != "fp8":
             return 0.0
-        head = (counts["head"] + self.further) * (isinstance(model, GPT) and model.fp8_head)
+        head = counts["head"] * (isinstance(model, GPT) and model.fp8_head)
         return 6.0 * (counts["matrix"] - _stacks(self) + head)
-
-    @property
-    def further(self) -> int:
-        """Return the parameters of the head, once for each further token that the objective predicts."""
-        return self.step.plan.model.further
 
     @cached_property
     def update_flops(self) -> float:
@@ -290,8 +285,8 @@ def _check(path: Path, chip: str, key: str, value: Any) -> None:
 # How often a tensor travels between chip and memory in elementwise work. Fitted to two measured steps on an H200
 # (docs/scale.md): depth 12 takes 421 ms and depth 20 1,436 ms.
 PASSES = 10.0
-# How often the logits of a further token travel: written, turned into their gradient in place, read by two products.
-LOGIT_PASSES = 5.0
+# How often dense connections move an output that they read: forward, backward, and its gradient read and written.
+CONNECTION_PASSES = 4.0
 
 
 @dataclass(frozen=True)
@@ -405,17 +400,17 @@ def step_flops(facts: Facts, choice: Choice) -> tuple[float, float]:
 def _traffic(facts: Facts, choice: Choice, steps: int) -> float:
     """Return bytes: elementwise work on what is kept, weights read twice per pass, gradients added, state updated.
 
-    For a further token, its logits travel too, and the head is read and its gradient added once more.
+    Dense connections read the outputs of all layers before.
     """
     state, kept = facts.state(choice.axes), facts.kept(("none",))
     split = (choice.axes["tensor"], choice.axes["context"])
     between = PASSES * kept.activations(choice.rows, *split)
-    weights = (facts.parameters + facts.further) / choice.axes["tensor"] * (2 * (4 + facts.compute_bytes) + 4)
+    weights = facts.parameters / choice.axes["tensor"] * (2 * (4 + facts.compute_bytes) + 4)
     update = 2 * (state.parameters + state.optimizer) + 3 * state.trained
-    further = facts.further / (facts.shape.width if facts.shape else 1)  # logits of a token
     tokens = choice.rows * facts.block / choice.axes["context"]
-    logits = LOGIT_PASSES * tokens * further / choice.axes["tensor"] * facts.compute_bytes
-    return steps * (between + logits + weights + 2 * state.trained) + update
+    outputs = facts.shape.connected * facts.shape.width if facts.shape else 0
+    connections = CONNECTION_PASSES * tokens * outputs * facts.compute_bytes
+    return steps * (between + connections + weights + 2 * state.trained) + update
 
 
 def _layer_parameters(facts: Facts) -> float:
@@ -472,7 +467,6 @@ def _collectives(facts: Facts, choice: Choice, steps: int, layout: Layout) -> li
     dense = facts.parameters / axes["tensor"] - stacks
     weights = dense + stacks / axes["expert"]
     matrices = facts.muon_parameters / axes["tensor"]
-    further = facts.further / axes["tensor"]  # gradients of the head are summed once per token that it predicts
     found: list[Collective] = []
 
     def add(kind: str, along: tuple[str, ...], count: int, payload: float) -> None:
@@ -485,8 +479,8 @@ def _collectives(facts: Facts, choice: Choice, steps: int, layout: Layout) -> li
         _stage_collectives(facts, choice, steps, add)
     else:
         add("all-gather", ("fsdp",), 2 * steps, 2 * steps * weights * width)
-        add("reduce-scatter", ("fsdp",), steps, steps * (weights + further) * 4)
-        add("all-reduce", ("data", "expert", "context"), steps, steps * (dense + further) / axes["fsdp"] * 4)
+        add("reduce-scatter", ("fsdp",), steps, steps * weights * 4)
+        add("all-reduce", ("data", "expert", "context"), steps, steps * dense / axes["fsdp"] * 4)
         add("all-reduce", ("data", "context"), steps, steps * stacks / axes["expert"] / axes["fsdp"] * 4)
     split = axes["fsdp"] * axes["pipeline"]
     add("all-gather", ("data",), 1, matrices / split * width)
@@ -501,7 +495,6 @@ def _stage_collectives(facts: Facts, choice: Choice, steps: int, add: Any) -> No
     axes, width, shape = choice.axes, facts.compute_bytes, facts.shape
     layers = _layer_parameters(facts) / axes["tensor"]
     tables = facts.parameters / axes["tensor"] - layers
-    gradients = tables + facts.further / axes["tensor"]
     stacks = _stacks(facts) / axes["tensor"] / choice.stages
     dense = layers / choice.stages - stacks
     own = dense + stacks / axes["expert"]
@@ -513,8 +506,8 @@ def _stage_collectives(facts: Facts, choice: Choice, steps: int, add: Any) -> No
     add("all-reduce", ("context",), turns, turns * stacks / axes["expert"] / axes["fsdp"] * 4)
     add("all-reduce", ("data",), steps, steps * own / axes["fsdp"] * 4)
     add("all-gather", ("pipeline", "fsdp"), 2 * steps, 2 * steps * tables * width)
-    add("reduce-scatter", ("pipeline", "fsdp"), steps, steps * gradients * 4)
-    add("all-reduce", ("data", "expert", "context"), steps, steps * gradients / axes["fsdp"] / choice.stages * 4)
+    add("reduce-scatter", ("pipeline", "fsdp"), steps, steps * tables * 4)
+    add("all-reduce", ("data", "expert", "context"), steps, steps * tables / axes["fsdp"] / choice.stages * 4)
     if shape is not None:
         sent = 2 * turns * (_streams(facts) + 1)
         add("collective-permute", ("pipeline",), sent, sent * facts.block / axes["context"] * shape.width * width)
@@ -522,8 +515,8 @@ def _stage_collectives(facts: Facts, choice: Choice, steps: int, add: Any) -> No
 
 def _activation_collectives(facts: Facts, choice: Choice, steps: int, add: Any) -> None:
     """Experts: two exchanges of tokens per layer, and two for their gradients; tensor: two sums of the residual stream,
-    and two, and one for each token that the head predicts. Those of the forward pass come again where blocks are
-    recomputed, as in stages, which also send in idle ticks. Context: keys and values gathered, gradients scattered."""
+    and two. Those of the forward pass come again where blocks are recomputed, as in stages, which also send in idle
+    ticks. Context: keys and values gathered, gradients scattered."""
     shape = facts.shape
     if shape is None:
         return
@@ -537,8 +530,8 @@ def _activation_collectives(facts: Facts, choice: Choice, steps: int, add: Any) 
     if shape.experts is not None:
         add("all-to-all", ("expert",), round(moves * turns), moves * stream * shape.experts.active)
     add("all-reduce", ("tensor",), round(moves * turns), moves * stream)
-    sums = 2 + facts.further // (shape.padded_vocab * shape.width)  # of embeddings, and of the gradient at the head
-    add("all-reduce", ("tensor",), sums * steps, sums * steps * choice.rows * sequence * shape.width)
+    # of embeddings, and of the gradient at the head
+    add("all-reduce", ("tensor",), 2 * steps, 2 * steps * choice.rows * sequence * shape.width)
     keys = 2 * steps * choice.rows * facts.block * facts.compute_bytes * shape.kv_width / choice.axes["tensor"]
     add("all-gather", ("context",), 4 * shape.depth * steps, 2 * keys * shape.depth)
     add("reduce-scatter", ("context",), 2 * shape.depth * steps, keys * shape.depth)

@@ -97,6 +97,13 @@ class BaseTrainerConfig:
         "training/max_grad_norm", default=1.0, minimum=0, help="clip the global gradient norm; 0 = off"
     )
     ema: float = field("training/ema", default=0.0, minimum=0, below=1, help="decay of a weight average; 0 = off")
+    tied_head: float = field(
+        "training/tied_head",
+        default=0.0,
+        minimum=0,
+        maximum=1,
+        help="share of the steps in which the head of a fresh gpt is tied to its embedding; 0 = never",
+    )
     param_dtype: str = field(
         "training/param_dtype",
         default="float32",

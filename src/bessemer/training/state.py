@@ -21,6 +21,7 @@ from bessemer.errors import TrainingError
 from bessemer.generate.base import BaseRecord
 from bessemer.models.lora import Split
 from bessemer.training.settings import GuardSettings
+from bessemer.training.tied_head import tied_start
 
 # --- bad steps, decided inside the compiled step -----------------------------------------------------------
 # A step is bad if its loss or gradient is not finite, or, with guard.spike_sigma > 0, if its loss spikes:
@@ -145,6 +146,7 @@ class TrainState(train_state.TrainState):
     data_step: argument of `batch`; equal to step until a rollback moves it past poisoned data
     ema:       optional running average of the parameters, in float32
     guard:     running mean and variance of the loss, with spike detection
+    tied:      whether the embedding still follows the head, () int32 (tied_head.py); None: it never does
     frozen:    the parameters that are not trained; `rules.complete` merges both
     reference: earlier `params` that the objective compares with, or a teacher's parameters. Like `frozen` they are
                written once (persistence/), not in each checkpoint
@@ -153,6 +155,7 @@ class TrainState(train_state.TrainState):
     data_step: jax.Array = struct.field(default=None)
     ema: Any = None
     guard: Statistics | None = None
+    tied: jax.Array | None = None
     frozen: Any = None
     reference: Any = None
     loss_fn: Callable = struct.field(pytree_node=False, default=None)
@@ -195,6 +198,7 @@ class StepRules:
     teacher: bool = False  # `reference` is another model's parameters
     rebalance: Callable[[Any, jax.Array], Any] | None = None  # (trained parameters, expert load) → parameters
     own_validation: bool = False  # held-out rows are measured by the objective, not by plain likelihood
+    untied_from: int = 0  # the first step of a head that is tied before; 0: it never is
     steps: int = 0  # of the run, for an objective that follows its progress; 0: none does
 
     def complete(self, params: Any, frozen: Any) -> Any:
@@ -218,6 +222,7 @@ def create_state(
     frozen: Any = None,
 ) -> TrainState:
     """Return the state of step 0. Call it under jit with out_shardings, so that arrays are created on their devices."""
+    params = tied_start(params) if rules.untied_from else params
     return kind(
         step=jnp.zeros((), jnp.int32),
         data_step=jnp.zeros((), jnp.int32),
@@ -228,6 +233,7 @@ def create_state(
         opt_state=tx.init(params),
         ema=jax.tree.map(lambda p: p.astype(jnp.float32, copy=True), params) if rules.ema_decay > 0 else None,
         guard=None if rules.spikes is None else fresh_statistics(),
+        tied=jnp.ones((), jnp.int32) if rules.untied_from else None,
         frozen=frozen,
         rules=rules,
     )

@@ -19,6 +19,7 @@ from bessemer.losses.further_tokens import PROGRESS
 from bessemer.models.moe import LOAD, balance_metrics
 from bessemer.optim.rounding import apply_updates
 from bessemer.training.state import Statistics, TrainState, judge, widened
+from bessemer.training.tied_head import followed, tied_gradients, without_discarded
 
 Batch = dict[str, jax.Array]
 Meta = dict[str, jax.Array]
@@ -37,7 +38,11 @@ def train_step(
     weight = sums["weight"]
     grads = jax.tree.map(lambda g: g / weight, grads)
     loss = sums["loss"] / weight
-    norm = jnp.sqrt(jnp.stack([jnp.sum(jnp.square(g)) for g in jax.tree.leaves(grads)]).sum())
+    counted = grads
+    if state.tied is not None:
+        grads = tied_gradients(grads, state.params, state.tied > 0)
+        counted = without_discarded(grads, state.tied > 0)
+    norm = jnp.sqrt(jnp.stack([jnp.sum(jnp.square(g)) for g in jax.tree.leaves(counted)]).sum())
     finite = jnp.isfinite(loss) & jnp.isfinite(norm)
     limit = state.rules.max_grad_norm
     if limit > 0:
@@ -117,6 +122,10 @@ def _updated(
     params = apply_updates(state.params, updates, key)
     if load is not None and state.rules.rebalance is not None:
         params = state.rules.rebalance(params, load)
+    tied = state.tied
+    if tied is not None:
+        params = followed(params, tied > 0)
+        tied *= state.step + 1 < state.rules.untied_from
 
     def keep(new: Any, old: Any) -> Any:
         return jax.tree.map(lambda n, o: jnp.where(applied, n, o), new, old)
@@ -133,6 +142,7 @@ def _updated(
         opt_state=keep(opt_state, state.opt_state),
         ema=ema,
         guard=guard,
+        tied=tied,
     )
 
 

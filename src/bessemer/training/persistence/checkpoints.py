@@ -79,7 +79,7 @@ FIXED = (
 )
 """Settings that the saved state, its token count or its rollout depend on: no branch can change them."""
 
-SWITCHES = ("training/ema", "grpo/entropy_target")
+SWITCHES = ("training/ema", "training/tied_head", "grpo/entropy_target")
 """Settings that add arrays to the saved state: a branch can change their value, not switch them on or off."""
 
 UNCHECKED = (*RESUMABLE, *PATHS, "architecture/attention", "provenance")
@@ -265,7 +265,7 @@ def protect_target(context: RunContext, manager: Checkpoints, step: int) -> None
 
 # --- saving and restoring ----------------------------------------------------------------------------------
 VERSIONS = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
-SAVED = ("step", "data_step", "params", "opt_state", "ema", "guard")
+SAVED = ("step", "data_step", "params", "opt_state", "ema", "guard", "tied")
 META_KEYS = ("tokenizer_hash", "data_fingerprint", "versions", "topology")
 """Keys of meta.json that `check_same_run` compares."""
 

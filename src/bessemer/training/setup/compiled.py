@@ -41,6 +41,7 @@ from bessemer.training.state import (
     create_state,
     spike_rule,
 )
+from bessemer.training.tied_head import untying_step
 
 WEIGHTS = "generate/weights"
 MAX_VALIDATION_BATCHES = 8
@@ -282,7 +283,6 @@ def make_optimizer(plan: RunPlan, hooks: StepHooks) -> Optimizer:
     """Build the optimizer of the settings, else of the class; Muon's polar steps are spread over the mesh."""
     settings, model = plan.context.settings, plan.model.model
     groups = group_of(model)
-    fresh = settings.init is None and plan.context.given.model_state is None
     return build_optimizer(
         settings.optimizer or hooks.optimizer(),
         plan.context.config.make,
@@ -292,9 +292,14 @@ def make_optimizer(plan: RunPlan, hooks: StepHooks) -> Optimizer:
         boundaries=plan.data.stage_starts,
         width=model.shape.width if isinstance(model, Transformer) else None,
         spread=mesh_spread(plan.context.topology.mesh),
-        silent=model.silent_at_start if fresh and isinstance(model, SilentAtStart) else (),
+        silent=model.silent_at_start if starts_fresh(plan) and isinstance(model, SilentAtStart) else (),
         seed=settings.seed,
     )
+
+
+def starts_fresh(plan: RunPlan) -> bool:
+    """Return whether the run draws its weights."""
+    return plan.context.settings.init is None and plan.context.given.model_state is None
 
 
 def abstract_state(plan: RunPlan, hooks: StepHooks, optimizer: Optimizer) -> tuple[TrainState, TrainState]:
@@ -313,6 +318,9 @@ def abstract_state(plan: RunPlan, hooks: StepHooks, optimizer: Optimizer) -> tup
         teacher=teacher is not None,
         rebalance=balancer(plan.model.model),
         own_validation=bool(objectives.entry(settings.objective).traits.get("own_validation")),
+        untied_from=untying_step(
+            settings.tied_head, plan.data.steps, plan.model.model, starts_fresh(plan), split.everything
+        ),
         steps=plan.data.steps if follows_progress(plan) else 0,
     )
     loss_fn, kind = objective_function(plan, hooks.rolls_out), hooks.state_class
@@ -325,6 +333,7 @@ def abstract_state(plan: RunPlan, hooks: StepHooks, optimizer: Optimizer) -> tup
         opt_state=state_shardings(optimizer.tx, unbox(boxed), param_shardings, topology.replicated),
         ema=None if state.ema is None else param_shardings,
         guard=jax.tree.map(lambda _: topology.replicated, state.guard),
+        tied=None if state.tied is None else topology.replicated,
         **dict.fromkeys(added_fields(kind), topology.replicated),
     )
     if kept is not None:

@@ -25,7 +25,6 @@ from bessemer.models.moe import active_share
 from bessemer.models.protocol import Checked, HasPrecision, KernelChoice, group_of, new_parameters
 from bessemer.models.shape import explain_flops, round_up
 from bessemer.models.transformer import FP8_IF_SUPPORTED, Transformer
-from bessemer.objectives.base import PredictsFurther
 from bessemer.registry import models, objectives
 from bessemer.storage.artifacts import ALLOCATION
 from bessemer.topology import Topology
@@ -51,7 +50,6 @@ class ModelParts(NamedTuple):
     split: Split  # which of them are trained
     idle: int  # parameters in matrix products that get no gradient
     added: int  # parameters of adapters whose products are made beside the model's own
-    further: int = 0  # parameters of the head, once for each further token that the objective predicts
 
 
 class Teacher(NamedTuple):
@@ -154,8 +152,7 @@ def describe_model(context: RunContext[Any], model: Any, tokenizer: Tokenizer | 
         note_quantized(context, split, boxed)
     active = active_share(model)
     idle, added = split.idle(boxed, group_of(model), active), split.adapter_parameters(boxed, active)
-    further = further_parameters(context, model)
-    more = 6 * (added + further) - 2 * idle
+    more = 6 * added - 2 * idle
     return ModelParts(
         model,
         None if tokenizer is None else tokenizer_of(model, tokenizer),
@@ -167,7 +164,6 @@ def describe_model(context: RunContext[Any], model: Any, tokenizer: Tokenizer | 
         split,
         idle,
         added,
-        further,
     )
 
 
@@ -177,15 +173,6 @@ def objective_settings(context: RunContext[Any]) -> Any:
     if len(entry.settings) > 1:
         raise InputError(f"objective '{entry.name}' registers several settings classes; merge them into one.")
     return context.config.make(entry.settings[0]) if entry.settings else None
-
-
-def further_parameters(context: RunContext[Any], model: Any) -> int:
-    """Return the parameters of the head, times the further tokens that the objective predicts with it. A model that
-    holds its logits makes them once."""
-    settings = objective_settings(context)
-    if not isinstance(settings, PredictsFurther) or not isinstance(model, Transformer):
-        return 0
-    return settings.further_tokens * model.shape.padded_vocab * model.shape.width
 
 
 def note_quantized(context: RunContext[Any], split: Split, boxed: Any) -> None:
@@ -325,7 +312,6 @@ def flops_formula(parts: ModelParts, block_size: int) -> str:
     if isinstance(model, Transformer):
         words = explain_flops(model.shape, block_size)
     words += f", less 2 · {parts.idle:,} frozen parameters without a gradient" if parts.idle else ""
-    words += f", plus 6 · {parts.further:,} of the head for further tokens" if parts.further else ""
     return words + (f", plus 6 · {parts.added:,} of adapters" if parts.added else "")
 
 
