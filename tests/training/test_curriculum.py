@@ -17,7 +17,7 @@ from bessemer.errors import InputError, Stopped, StorageError
 from bessemer.rl.curriculum import ByColumn, ByPassRate, build_curriculum
 from bessemer.rl.prompts import PromptPlan, PromptRows
 from bessemer.rl.rollout import Passes
-from bessemer.storage.artifacts import PASS_RATES
+from bessemer.storage.files import PASS_RATES
 from bessemer.storage.weights import to_bytes
 from bessemer.training import launch
 

@@ -36,8 +36,7 @@ from bessemer.models.llama import Llama
 from bessemer.models.lookup import allocation_of
 from bessemer.models.lora import merge_adapters
 from bessemer.models.protocol import new_parameters
-from bessemer.storage.artifacts import ALLOCATION
-from bessemer.storage.files import storage
+from bessemer.storage.files import ALLOCATION, storage
 from bessemer.storage.weights import OURS, Arrays, flatten, total, write_file
 
 

@@ -24,7 +24,7 @@ from bessemer.data import key_of, permute
 from bessemer.errors import InputError, StorageError
 from bessemer.rl.rollout import GRPOTrainerConfig
 from bessemer.rl.rows import Row
-from bessemer.storage.artifacts import PASS_RATES
+from bessemer.storage.files import PASS_RATES
 from bessemer.storage.weights import WeightFile, to_bytes
 
 PASS_RATE = "pass_rate"

@@ -39,7 +39,7 @@ from bessemer.rl.sampler import REWARD_SECONDS, Laps, Sampler, check_sampler
 from bessemer.rl.shaping import check_penalty
 from bessemer.rl.unused import unused_settings
 from bessemer.rl.workers import check_made
-from bessemer.storage.artifacts import PASS_RATES, ROLLOUT, ROLLOUT_AHEAD
+from bessemer.storage.files import PASS_RATES, ROLLOUT, ROLLOUT_AHEAD
 from bessemer.topology import agree, broadcast, process_count
 from bessemer.training import step
 from bessemer.training.feed import device_batch

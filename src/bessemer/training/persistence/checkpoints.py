@@ -37,8 +37,7 @@ from bessemer.generate.base import BaseRecord
 from bessemer.generate.load import check_finite, located
 from bessemer.job import CheckpointManager, RunDirectory, Snapshot
 from bessemer.models.lookup import allocation_of
-from bessemer.storage.artifacts import ALLOCATION
-from bessemer.storage.files import atomic_write
+from bessemer.storage.files import ALLOCATION, atomic_write
 from bessemer.storage.weights import place
 from bessemer.training.context import RunContext
 from bessemer.training.feed import fetch

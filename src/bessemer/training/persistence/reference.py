@@ -34,8 +34,7 @@ from bessemer.errors import InputError, StorageError
 from bessemer.job import RunDirectory
 from bessemer.objectives.preference import answer_logps
 from bessemer.registry import objectives
-from bessemer.storage.artifacts import REFERENCE_LOGPS, REFERENCE_WEIGHTS
-from bessemer.storage.files import storage
+from bessemer.storage.files import REFERENCE_LOGPS, REFERENCE_WEIGHTS, storage
 from bessemer.storage.weights import WeightFile, write_file
 from bessemer.topology import CompiledTogether, broadcast
 from bessemer.training import stages

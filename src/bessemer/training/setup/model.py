@@ -27,7 +27,7 @@ from bessemer.models.shape import explain_flops, round_up
 from bessemer.models.transformer import FP8_IF_SUPPORTED, Transformer
 from bessemer.objectives.base import PredictsFurther
 from bessemer.registry import models, objectives
-from bessemer.storage.artifacts import ALLOCATION
+from bessemer.storage.files import ALLOCATION
 from bessemer.topology import Topology
 from bessemer.training.context import RunContext
 from bessemer.training.setup.initial_weights import check_tokenizer
