@@ -20,7 +20,7 @@ from bessemer.doctor.checks import Diagnosis, examine_checkpoints
 from bessemer.errors import InputError, Stopped
 from bessemer.generate.export import export_run
 from bessemer.generate.load import load_model
-from bessemer.optim.moments import is_narrow
+from bessemer.optim.state import is_narrow
 from bessemer.storage.weights import WeightFile
 from bessemer.topology import TopologySettings, make_topology
 from bessemer.training import launch
