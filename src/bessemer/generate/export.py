@@ -28,8 +28,7 @@ from bessemer.generate.load import (
     tokenizer_in,
 )
 from bessemer.interop.config import TreeArrays
-from bessemer.interop.export_hf import export_folder, make_empty
-from bessemer.interop.folder import is_folder
+from bessemer.interop.folder import export_folder, is_folder, make_empty
 from bessemer.interop.peft import export_adapters
 from bessemer.job import RunDirectory
 from bessemer.models.llama import Llama

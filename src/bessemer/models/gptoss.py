@@ -5,7 +5,7 @@
     expert      W_down ((up + 1) · gate · sigmoid(α gate)) + b_down,  gate = min(g, limit), up = clip(u, ±limit)
 
 g and u are the even and the odd columns of one stack, expert_gate_up (E, D, 2F), as files hold it. Files in MXFP4 are
-dequantized when they are read (interop/mxfp4.py).
+dequantized when they are read (interop/four_bit.py).
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ from bessemer.errors import InputError, printable, runnable, this_python
 from bessemer.generate.base import MergedArrays, read_record
 from bessemer.generate.load import base_arrays
 from bessemer.interop.config import TreeArrays
-from bessemer.interop.export_hf import export_folder
+from bessemer.interop.folder import export_folder
 from bessemer.job import RunDirectory
 from bessemer.job.trust import mark_origin
 from bessemer.models.llama import Llama
