@@ -185,9 +185,8 @@ def test_only_the_trainer_and_callbacks_take_the_whole_trainer():
 # (`models/protocol.py`, `optim/build.py`); what is left asks about objects of Python, jax, numpy or the user.
 PROBES = {
     "data/rows/build.py": 2,  # a user's sequence: len and [i]
-    "data/stores/catalog.py": 2,
+    "data/stores/catalog.py": 4,
     "data/stores/prepare.py": 3,
-    "data/stores/tokenizers.py": 2,
     "data/tokenize/documents.py": 1,  # os.sched_getaffinity, which macOS lacks
     "storage/weights.py": 2,  # an array of any library: dtype and shape
     "topology/distributed.py": 1,

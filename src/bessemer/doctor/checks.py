@@ -21,8 +21,7 @@ from bessemer.console import Advance, size
 from bessemer.data import DataSettings, Sampling, Tokenizer, find_source
 from bessemer.data.rows.store import TokenStore, is_store
 from bessemer.data.sources.hub import must_download
-from bessemer.data.stores.catalog import store_directory, store_place
-from bessemer.data.stores.tokenizers import tokenizer_place
+from bessemer.data.stores.catalog import store_directory, store_place, tokenizer_place
 from bessemer.data.tokenize.tokenizer import FILE
 from bessemer.errors import BessemerError, InputError, StorageError
 from bessemer.generate.base import BaseRecord, read_record

@@ -28,7 +28,7 @@ from bessemer.losses.cross_entropy import target_weights
 from bessemer.objectives.base import Apply, Batch, Sums, run_model
 from bessemer.registry import objectives
 
-# -- sums over the responses of CONTRASTIVE rows (data/rows/preference.py) ---------------------------------------------
+# -- sums over the responses of CONTRASTIVE rows (data/rows/build.py) ---------------------------------------------
 
 
 def real_pairs(batch: Batch) -> Array:

@@ -15,12 +15,11 @@ import numpy as np
 from bessemer.config import Config, configuration, dotted, resolve
 from bessemer.config.recipes import Layer
 from bessemer.data import BatchPlan, DatasetStyle, DataSettings, Sampling, Tokenizer, find_source, open_dataset
-from bessemer.data.rows.preference import pair_fields
+from bessemer.data.rows.build import pair_fields
 from bessemer.data.rows.rows import TEXT_TYPES, Fields
 from bessemer.data.rows.store import is_store
 from bessemer.data.sources.hub import must_download
-from bessemer.data.stores.catalog import store_directory, store_place
-from bessemer.data.stores.tokenizers import tokenizer_place, vocabulary_of
+from bessemer.data.stores.catalog import store_directory, store_place, tokenizer_place, vocabulary_of
 from bessemer.data.tokenize.tokenizer import FILE
 from bessemer.errors import InputError
 from bessemer.generate.load import FAMILY

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from numbers import Integral, Real
 from typing import Any
 
-from bessemer.data.tokenize.tool_calls import ToolCall
+from bessemer.data.tokenize.chat import ToolCall
 from bessemer.errors import BessemerError
 from bessemer.registry import environments, import_plugin
 from bessemer.rl.environments.base import Completion, Environment

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from bessemer.data.rows.packing import best_fit
+from bessemer.data.rows.build import best_fit
 from bessemer.data.rows.rows import COMPLETIONS, Fields
 from bessemer.errors import InputError
 from bessemer.models.moe import EXPERT_IDS

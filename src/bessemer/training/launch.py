@@ -16,7 +16,7 @@ from bessemer.config.recipes import Layer, override_layer, raw_values
 from bessemer.config.resolve import Overrides as Overrides
 from bessemer.config.values import plain
 from bessemer.data import DataSettings, Tokenizer
-from bessemer.data.stores.tokenizers import tokenizer_place
+from bessemer.data.stores.catalog import tokenizer_place
 from bessemer.data.tokenize.tokenizer import FILE as TOKENIZER
 from bessemer.errors import InputError, to_install
 from bessemer.generate.base import BaseRecord, given_place, read_record, write_record

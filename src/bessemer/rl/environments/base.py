@@ -26,7 +26,7 @@ from types import MappingProxyType
 from typing import Any
 
 from bessemer.config import field
-from bessemer.data.tokenize.tool_calls import ToolCall
+from bessemer.data.tokenize.chat import ToolCall
 
 Row = Mapping[str, Any]
 Content = str | Sequence[Mapping[str, Any]] | Sequence[int]

@@ -23,7 +23,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from bessemer.data.tokenize.tool_calls import ToolCall
+from bessemer.data.tokenize.chat import ToolCall
 from bessemer.errors import InputError
 from bessemer.registry import environments
 from bessemer.rl.environments.base import Completion, Content, Environment, Row

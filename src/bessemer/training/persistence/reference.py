@@ -28,7 +28,7 @@ from bessemer.checkpoint import Checkpoints
 from bessemer.checkpoint import store as retention
 from bessemer.config import Config
 from bessemer.data import Batch, BatchPlan, Rows
-from bessemer.data.rows.preference import most_pairs
+from bessemer.data.rows.build import most_pairs
 from bessemer.data.rows.rows import Fields
 from bessemer.errors import InputError, StorageError
 from bessemer.job import RunDirectory

@@ -14,7 +14,7 @@ from bessemer.checkpoint import Checkpoints
 from bessemer.config import Config
 from bessemer.data import Tokenizer
 from bessemer.data.plan.batches import Mixture, sample_tokens
-from bessemer.data.rows.packing import PieceRows
+from bessemer.data.rows.build import PieceRows
 from bessemer.errors import InputError, StorageError
 from bessemer.generate.load import tokenizer_of
 from bessemer.kernels.fp8 import GPU_OPTIONS as FLOAT8_OPTIONS
