@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from bessemer.cli.candidates import complete_run
+from bessemer.cli.completion import complete_run
 from bessemer.cli.options import RUNS, print_notes
 from bessemer.errors import InputError
 

@@ -22,7 +22,7 @@ from bessemer.doctor.checks import (
 )
 from bessemer.errors import InputError, StorageError
 from bessemer.job import RunDirectory, RunLock
-from bessemer.job.lock import STALE_SECONDS
+from bessemer.job.directory import STALE_SECONDS
 from bessemer.report.summary import Summary, has_phases, phases_of, summarize
 
 CONDITIONS = ("code", "trust", "data", "disk", "machine")

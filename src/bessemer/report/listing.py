@@ -8,7 +8,7 @@ from typing import Any
 
 from bessemer.console import NOTHING, compact, duration, number, show, size, table, with_error
 from bessemer.job import RunDirectory
-from bessemer.job.lock import STALE_SECONDS
+from bessemer.job.directory import STALE_SECONDS
 from bessemer.job.runs import list_runs
 from bessemer.report.summary import (
     REFUSED,
