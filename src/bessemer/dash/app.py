@@ -47,7 +47,7 @@ from bessemer.dash.processes import Actions, Models
 from bessemer.dash.runs import Runs, plain
 from bessemer.errors import BessemerError, InputError
 from bessemer.job import RunDirectory
-from bessemer.report.health import judge_health
+from bessemer.report.summary import judge_health
 from bessemer.serve.net import (
     BACKLOG,
     ApiError,

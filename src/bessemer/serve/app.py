@@ -22,7 +22,7 @@ from bessemer.errors import BessemerError, InputError
 from bessemer.generate import Engine, EngineThread, LoadedModel, QueueFull, SamplingOptions, Speculation
 from bessemer.generate import Request as Generation
 from bessemer.generate.adapters import Served
-from bessemer.report.html import page, to_html
+from bessemer.report.pages import page, to_html
 from bessemer.serve.conversation import PREPARING, template_of
 from bessemer.serve.net import (
     BACKLOG,

@@ -37,9 +37,8 @@ from bessemer.models.lora import merge_adapters
 from bessemer.models.protocol import Decoding, ValueModel
 from bessemer.registry import SELECTORS, datasets, models, objectives
 from bessemer.report import baselines, write_report
-from bessemer.report.health import NOTHING_TO_LEARN, nothing_to_learn
 from bessemer.report.metrics import MetricsFile
-from bessemer.report.summary import too_small, training_seconds
+from bessemer.report.summary import NOTHING_TO_LEARN, nothing_to_learn, too_small, training_seconds
 from bessemer.storage.files import atomic_write, storage
 from bessemer.storage.weights import OURS, Arrays, flatten, write_file
 from bessemer.training import stages
