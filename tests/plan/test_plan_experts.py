@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 
-from bessemer.plan.absent_plan import Planned, document, estimated
-from bessemer.plan.compiled import has_compiler
+from bessemer.plan.absent_plan import Planned, document, estimated, has_compiler
 from bessemer.plan.estimate import Choice, Estimate, estimate
 from bessemer.plan.show import render_absent
 from bessemer.plan.target import parse_target

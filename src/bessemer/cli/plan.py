@@ -110,7 +110,7 @@ def show(
     render: Callable[[dict[str, Any]], str],
 ) -> None:
     """Print the plan of a run, or of every phase of a job. make: (phase or "", recipe, overrides) -> plan."""
-    from bessemer.plan.phases import planned_phases
+    from bessemer.plan.trainer import planned_phases
 
     phases = planned_phases(recipe, overrides)
     if not phases:

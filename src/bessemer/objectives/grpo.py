@@ -158,7 +158,7 @@ def grpo(
 
     batch, (B, T) each: input_ids, target_ids, loss_mask (1 on completion tokens and their end), advantages (those of
     the row, times `importance_weights`), old_logprobs (absent: those of the reference), expert_ids if experts are
-    replayed (models/moe.py). With `completions`, (B, 1), each segment of a row is a completion (rl/packing.py).
+    replayed (models/moe.py). With `completions`, (B, 1), each segment of a row is a completion (rl/rollout.py).
     """
     if "advantages" not in batch:
         raise InputError("this objective trains on completions with advantages: add job=GRPOTrainer.")

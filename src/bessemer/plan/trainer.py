@@ -1,19 +1,20 @@
 """The trainer of a recipe without its data: everything `bessemer train` would derive, and nothing prepared.
 
 A plan needs the vocabulary's size and, for a horizon in epochs, the length of the data. They are read if the data is
-prepared, and otherwise assumed, with a note.
+prepared, and otherwise assumed, with a note. A job of phases has a plan per phase, each with the model that it will
+start from.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Protocol, cast, runtime_checkable
+from typing import Any, NamedTuple, Protocol, cast, runtime_checkable
 
 import numpy as np
 
 from bessemer.config import Config, configuration, dotted, resolve
-from bessemer.config.recipes import Layer
+from bessemer.config.recipes import Layer, nest
 from bessemer.data import BatchPlan, DatasetStyle, DataSettings, Sampling, Tokenizer, find_source, open_dataset
 from bessemer.data.rows.build import pair_fields
 from bessemer.data.rows.rows import TEXT_TYPES, Fields
@@ -22,7 +23,7 @@ from bessemer.data.sources.hub import must_download
 from bessemer.data.stores.catalog import store_directory, store_place, tokenizer_place, vocabulary_of
 from bessemer.data.tokenize.tokenizer import FILE
 from bessemer.errors import InputError
-from bessemer.generate.load import FAMILY
+from bessemer.generate.load import FAMILY, flat
 from bessemer.job import ExecutionSpec
 from bessemer.models.allocation import Allocation, compute_lzw_allocation
 from bessemer.models.lookup import has_lookup
@@ -33,13 +34,14 @@ from bessemer.training.context import RunContext
 from bessemer.training.launch import Overrides
 from bessemer.training.persistence.reference import logps_fields, wants_logps
 from bessemer.training.persistence.teacher import target_fields
+from bessemer.training.phases import PASSED, PhasesConfig
 from bessemer.training.settings import BaseTrainerConfig
 from bessemer.training.setup import microbatch
 from bessemer.training.setup.compiled import Functions, build_functions, record_micro_batch
 from bessemer.training.setup.data import DataParts, stage_boundaries, stage_count
 from bessemer.training.setup.horizon import plan_horizon, target_of
 from bessemer.training.setup.init_recipe import planned_from
-from bessemer.training.setup.initial_weights import has_weights, inherit_settings
+from bessemer.training.setup.initial_weights import INIT, has_weights, inherit_settings, inherited
 from bessemer.training.setup.model import ModelParts, build_model, with_allocation
 from bessemer.training.setup.schema import apply_objective_defaults, schema_of, usual_style
 from bessemer.training.trainer import BaseTrainer
@@ -234,3 +236,42 @@ def assume_allocation(context: RunContext[Any], parts: ModelParts) -> ModelParts
     allocation = Allocation.of(k, np.ones(model.vocab_size, np.int64), tokenizer)
     origin = "an even share, assumed: training uses LZW over its tokens"
     return with_allocation(context, parts, allocation, origin)
+
+
+# --- jobs of phases ---
+
+
+TOKENIZER = "data/tokenizer"
+
+
+class PlannedPhase(NamedTuple):
+    """A phase as a recipe of its own. overrides: words that it gets from the job."""
+
+    name: str
+    recipe: dict[str, Any]
+    overrides: list[str]
+
+
+def planned_phases(recipe: Any, overrides: Overrides = ()) -> list[PlannedPhase]:
+    """Return the phases of a job in order; none if the recipe is a run.
+
+    A phase after the first has the model and the tokenizer of the one before, as its weights would bring them.
+    """
+    config = resolve(schema_of, recipe, overrides, allow_open=True)
+    if FAMILY in config or config["job"] != "phases":
+        return []
+    settings = config.make(PhasesConfig)
+    words = [f"{dotted(key)}={config[key]}" for key in config.given() if key.startswith(PASSED) and key != "plugins"]
+    before: Config | None = None
+    found = []
+    for name, phase in settings.phases.items():
+        if phase is None:
+            continue
+        own = flat(nest({key: value for key, value in phase.items() if key != "recipe"}, f"phases.{name}"))
+        made = {"extends": phase["recipe"], **own}
+        if before is not None:
+            values = inherited(before.tree(), resolve(schema_of, made, allow_open=True))
+            made = {"extends": phase["recipe"], **values, TOKENIZER: before[TOKENIZER], **own, INIT: None}
+        before = resolve(schema_of, made, words, allow_open=True)
+        found.append(PlannedPhase(name, made, words))
+    return found

@@ -22,8 +22,8 @@ import numpy as np
 
 from bessemer.data import key_of, permute
 from bessemer.errors import InputError, StorageError
+from bessemer.rl.environments.base import Row
 from bessemer.rl.rollout import GRPOTrainerConfig
-from bessemer.rl.rows import Row
 from bessemer.storage.files import PASS_RATES
 from bessemer.storage.weights import WeightFile, to_bytes
 
