@@ -19,7 +19,7 @@ from bessemer.data.tokenize import chat
 from bessemer.errors import Stopped
 from bessemer.generate import load_model
 from bessemer.report.metrics import MetricsFile
-from bessemer.serve.conversation import Exchange, Foreign, template_of
+from bessemer.serve.chat import Exchange, Foreign, template_of
 from bessemer.topology import TopologySettings, make_topology
 from bessemer.training import launch
 from bessemer.training.console.header import supervision
