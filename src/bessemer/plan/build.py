@@ -24,9 +24,8 @@ from bessemer.topology import unbox
 from bessemer.training.console.output import optimizer_groups
 from bessemer.training.launch import Overrides
 from bessemer.training.setup import microbatch
-from bessemer.training.setup.compiled import Functions, step_memory
+from bessemer.training.setup.compiled import Functions, RunPlan, StepHooks, step_memory
 from bessemer.training.setup.model import compiler_options, flops_formula, flops_share, make_apply
-from bessemer.training.setup.plan import RunPlan, StepHooks
 
 Say = Callable[[str], None]
 

@@ -34,10 +34,9 @@ from bessemer.plan.target import Target
 from bessemer.storage.files import home
 from bessemer.topology import AXES, CHIPS, placement, shardings, unbox
 from bessemer.topology.rules import BATCH_AXES
-from bessemer.training.setup.compiled import Functions
+from bessemer.training.setup.compiled import Functions, RunPlan, StepHooks
 from bessemer.training.setup.microbatch import SPARE, accumulation
 from bessemer.training.setup.model import precision_of
-from bessemer.training.setup.plan import RunPlan, StepHooks
 
 SLOTS = "grpo/slots"
 

@@ -16,11 +16,18 @@ from jax.sharding import AbstractMesh, AxisType
 from bessemer.errors import InputError
 from bessemer.topology import AXES, CHIPS, Chip, Topology, TopologySettings, chip_of, planned_for
 from bessemer.topology.mesh import fill_sizes
-from bessemer.training.context import RunContext
+from bessemer.training.settings import RunContext
 from bessemer.training.setup import microbatch
-from bessemer.training.setup.compiled import Functions, abstract_state, check_mesh, make_optimizer, record_micro_batch
+from bessemer.training.setup.compiled import (
+    Functions,
+    RunPlan,
+    StepHooks,
+    abstract_state,
+    check_mesh,
+    make_optimizer,
+    record_micro_batch,
+)
 from bessemer.training.setup.microbatch import KEY as MICRO
-from bessemer.training.setup.plan import RunPlan, StepHooks
 
 NAME = re.compile(r"(?:(?P<slices>\d+)x(?=[a-z]))?(?P<chip>[a-z][a-z0-9 _-]*?):(?P<grid>\d+(?:x\d+)*)")
 FLAT = ("TPU v5e", "TPU v6e")  # a torus of two dimensions; the other TPUs have three

@@ -30,12 +30,11 @@ from bessemer.models.lookup import has_lookup
 from bessemer.plan.target import AbsentTopology, Target, absent_functions, absent_topology
 from bessemer.registry import jobs
 from bessemer.topology import TopologySettings, make_topology
-from bessemer.training.context import RunContext
 from bessemer.training.launch import Overrides
 from bessemer.training.persistence.reference import logps_fields, wants_logps
 from bessemer.training.persistence.teacher import target_fields
 from bessemer.training.phases import PASSED, PhasesConfig
-from bessemer.training.settings import BaseTrainerConfig
+from bessemer.training.settings import BaseTrainerConfig, RunContext
 from bessemer.training.setup import microbatch
 from bessemer.training.setup.compiled import Functions, build_functions, record_micro_batch
 from bessemer.training.setup.data import DataParts, stage_boundaries, stage_count

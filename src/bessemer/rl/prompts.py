@@ -40,7 +40,7 @@ from bessemer.objectives.grpo import GrpoSettings, SampledSettings, group_advant
 from bessemer.rl.curriculum import Curriculum, build_curriculum, replaced
 from bessemer.rl.environments.base import Row, prompt_of, question_of
 from bessemer.rl.rollout import FIELDS, TOKEN_FIELDS, GRPOTrainerConfig, Passes, completion_rows, row_types, spread
-from bessemer.training.context import RunContext
+from bessemer.training.settings import RunContext
 from bessemer.training.setup.data import DataParts
 
 Horizon = Callable[[int], tuple[int, int]]

@@ -59,9 +59,9 @@ from bessemer.topology import agree, broadcast, process_count
 from bessemer.training import step
 from bessemer.training.feed import device_batch
 from bessemer.training.outcome import doing
+from bessemer.training.setup.compiled import StepHooks
 from bessemer.training.setup.data import DataParts
 from bessemer.training.setup.horizon import plan_horizon
-from bessemer.training.setup.plan import StepHooks
 from bessemer.training.stages import with_fresh_moments
 from bessemer.training.state import TrainState
 from bessemer.training.trainer import BaseTrainer, M

@@ -17,11 +17,10 @@ from bessemer.scaling import fine_tuning_rate
 from bessemer.training.console.output import optimizer_groups
 from bessemer.training.persistence import frozen
 from bessemer.training.settings import BaseTrainerConfig
-from bessemer.training.setup.compiled import Functions
+from bessemer.training.setup.compiled import Functions, RunPlan
 from bessemer.training.setup.horizon import is_shipped, repeats, starts_from_own_weights
 from bessemer.training.setup.initial_weights import tree_in
 from bessemer.training.setup.model import ModelParts, flops_formula
-from bessemer.training.setup.plan import RunPlan
 from bessemer.training.setup.schema import without_effect
 
 TABLES = ("embedding", "head")  # groups of parameters with a row for each token

@@ -42,12 +42,11 @@ from bessemer.report.summary import NOTHING_TO_LEARN, nothing_to_learn, too_smal
 from bessemer.storage.files import atomic_write, storage
 from bessemer.storage.weights import OURS, Arrays, flatten, write_file
 from bessemer.training import stages
-from bessemer.training.context import RunContext
 from bessemer.training.feed import fetch
 from bessemer.training.persistence.checkpoints import Branch, asset_files, versions, write_branches
-from bessemer.training.setup.compiled import Functions, programs_so_far
+from bessemer.training.settings import RunContext
+from bessemer.training.setup.compiled import Functions, RunPlan, programs_so_far
 from bessemer.training.setup.model import flops_formula, mfu_peak
-from bessemer.training.setup.plan import RunPlan
 from bessemer.training.state import TrainState
 
 # --- the last lines: what the run reached, against what, a sample, and what to do next ---

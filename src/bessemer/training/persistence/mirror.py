@@ -20,7 +20,7 @@ from bessemer.job import RunDirectory, check_run_name
 from bessemer.job.directory import step_name, step_of_name
 from bessemer.storage.files import atomic_directory, discard, exclusive, storage
 from bessemer.storage.remote import check_writable, download, find, is_remote, read_bytes, remove, upload
-from bessemer.training.context import RunContext
+from bessemer.training.settings import RunContext
 
 FOLDER = "checkpoints"
 LEFT = ("lock",)

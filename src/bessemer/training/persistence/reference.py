@@ -38,10 +38,10 @@ from bessemer.storage.files import REFERENCE_LOGPS, REFERENCE_WEIGHTS, storage
 from bessemer.storage.weights import WeightFile, write_file
 from bessemer.topology import CompiledTogether, broadcast
 from bessemer.training import stages
-from bessemer.training.context import RunContext
 from bessemer.training.feed import device_batch, fetch
 from bessemer.training.persistence import teacher
 from bessemer.training.persistence.teacher import Teacher
+from bessemer.training.settings import RunContext
 from bessemer.training.stages import Stage
 from bessemer.training.state import RunState
 

@@ -43,8 +43,8 @@ from bessemer.storage.files import (
     storage,
 )
 from bessemer.topology import Topology, broadcast
-from bessemer.training.context import RunContext
 from bessemer.training.feed import fetch, place_rows
+from bessemer.training.settings import RunContext
 from bessemer.training.setup.init_recipe import PREFIX, planned_recipe
 from bessemer.training.setup.initial_weights import read_weights, tree_in, weights_digest
 from bessemer.training.setup.model import ModelParts, Teacher, make_apply

@@ -29,7 +29,7 @@ from bessemer.objectives.base import PredictsFurther
 from bessemer.registry import models, objectives
 from bessemer.storage.files import ALLOCATION
 from bessemer.topology import Topology
-from bessemer.training.context import RunContext
+from bessemer.training.settings import RunContext
 from bessemer.training.setup.initial_weights import check_tokenizer
 
 REMAT, DOCUMENTS = "architecture/remat", "architecture/max_documents"

@@ -24,8 +24,7 @@ from bessemer.optim import settings_classes
 from bessemer.registry import SELECTORS, callbacks, explain_unselected, import_plugin, jobs, models, objectives
 from bessemer.topology import TopologySettings
 from bessemer.training.callbacks.base import Callback
-from bessemer.training.context import Notes, RunContext
-from bessemer.training.settings import GuardSettings, LoggingSettings
+from bessemer.training.settings import GuardSettings, LoggingSettings, Notes, RunContext
 from bessemer.training.setup.initial_weights import has_inherited, inherit_settings
 from bessemer.user_code import GUARD, located, unguarded_line
 
