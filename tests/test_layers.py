@@ -12,7 +12,6 @@ import bessemer
 ROOT = Path(bessemer.__file__).parent
 ORDER = [
     ["errors"],
-    ["recipes"],
     ["config"],
     ["user_code"],
     ["registry"],
@@ -191,7 +190,7 @@ PROBES = {
     "storage/weights.py": 2,  # an array of any library: dtype and shape
     "topology/distributed.py": 1,
     "topology/mesh.py": 1,
-    "training/console/progress.py": 1,  # a number of any library: tolist
+    "training/display.py": 1,  # a number of any library: tolist
     "training/setup/data.py": 2,
     "training/setup/microbatch.py": 1,  # a step that is compiled, or not yet
 }

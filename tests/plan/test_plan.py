@@ -22,7 +22,7 @@ from bessemer.plan.show import BLOCKS, sparkline
 from bessemer.plan.trainer import VOCABULARY, planned_trainer
 from bessemer.registry import schedules
 from bessemer.training import launch
-from bessemer.training.console.output import write_setup
+from bessemer.training.output import write_setup
 from bessemer.training.setup.microbatch import StepMemory
 from bessemer.training.setup.schema import schema_of
 

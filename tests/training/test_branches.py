@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from tests.training.test_training_resume import StopAt, assert_same, rows
 
-from bessemer.checkpoint.manifest import read_manifest, write_manifest
+from bessemer.checkpoint.files import read_manifest, write_manifest
 from bessemer.doctor import diagnose
 from bessemer.errors import InputError, Stopped
 from bessemer.job import RunDirectory

@@ -26,7 +26,7 @@ from bessemer.job import RunDirectory
 from bessemer.models.lora import Adapted, merge_adapters
 from bessemer.topology import make_topology
 from bessemer.training import launch
-from bessemer.training.console.header import untrained_end
+from bessemer.training.display import untrained_end
 from bessemer.training.persistence import checkpoints
 
 Build = Callable[..., Any]

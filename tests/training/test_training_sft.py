@@ -22,7 +22,7 @@ from bessemer.report.metrics import MetricsFile
 from bessemer.serve.chat import Exchange, Foreign, template_of
 from bessemer.topology import TopologySettings, make_topology
 from bessemer.training import launch
-from bessemer.training.console.header import supervision
+from bessemer.training.display import supervision
 from bessemer.training.validation import _documents
 
 pytestmark = pytest.mark.usefixtures("on_one_device")

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from bessemer.checkpoint import Checkpoints, store
-from bessemer.checkpoint.manifest import unlisted_files
+from bessemer.checkpoint.files import unlisted_files
 from bessemer.config import Config
 from bessemer.config.bounded import parse_json
 from bessemer.config.recipes import flat_values, saved_tree

@@ -19,10 +19,10 @@ import jax.numpy as jnp
 from jax import Array
 
 from bessemer.config import field
-from bessemer.models.hf_types import ConfigReader, HFType, layer_types
 from bessemer.models.llama import BIASES, ROPE_TYPES, Llama, Vector
 from bessemer.models.mixtral import read_experts, write_experts
 from bessemer.models.moe import BALANCES, BIAS_AXES, LOGIT_BIAS, SCORES, Routing
+from bessemer.models.protocol import ConfigReader, HFType, layer_types
 from bessemer.models.transformer import require
 from bessemer.registry import hf_types, models
 from bessemer.topology.rules import shards

@@ -21,8 +21,8 @@ from bessemer.models.transformer import Transformer
 from bessemer.plan.show import sample_curves
 from bessemer.plan.trainer import planned_trainer
 from bessemer.topology import unbox
-from bessemer.training.console.output import optimizer_groups
 from bessemer.training.launch import Overrides
+from bessemer.training.output import optimizer_groups
 from bessemer.training.setup import microbatch
 from bessemer.training.setup.compiled import Functions, RunPlan, StepHooks, step_memory
 from bessemer.training.setup.model import compiler_options, flops_formula, flops_share, make_apply

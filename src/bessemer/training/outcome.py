@@ -16,7 +16,7 @@ from bessemer.errors import BessemerError, Stopped, StorageError, TrainingError
 from bessemer.job import RunDirectory, RunLock
 from bessemer.storage.files import remove_leftovers
 from bessemer.topology import absent_processes, barrier, farewell, first_line
-from bessemer.training.console.output import Output
+from bessemer.training.output import Output
 from bessemer.training.persistence import reference
 from bessemer.training.persistence.mirror import Mirror, mirrored
 from bessemer.training.settings import RunContext

@@ -31,13 +31,11 @@ from bessemer.job import GIVEN, CheckpointManager, ExecutionSpec, RestoreableJob
 from bessemer.models.lora import LoraSettings, merge_adapters
 from bessemer.registry import jobs
 from bessemer.topology import Topology, TopologySettings, init_sharded, process_count, shardings
-from bessemer.training import generation, outcome, validation
+from bessemer.training import generation, outcome, output, validation
 from bessemer.training import stages as run_stages
 from bessemer.training import step as step_functions
 from bessemer.training.callbacks.base import Callback, Callbacks
-from bessemer.training.console import output
-from bessemer.training.console.header import header
-from bessemer.training.console.progress import NoBar, ProgressBar, StartUp, make_progress
+from bessemer.training.display import NoBar, ProgressBar, StartUp, header, make_progress
 from bessemer.training.loop import Loop
 from bessemer.training.persistence import checkpoints, frozen, reference
 from bessemer.training.persistence.checkpoints import Branch, Lineage

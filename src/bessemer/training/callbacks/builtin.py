@@ -30,7 +30,7 @@ from bessemer.storage.files import storage
 from bessemer.storage.weights import flatten_names
 from bessemer.topology import StepAgreement
 from bessemer.training.callbacks.base import Callback
-from bessemer.training.console.progress import ShowsActivity
+from bessemer.training.display import ShowsActivity
 from bessemer.training.feed import fetch
 
 if TYPE_CHECKING:

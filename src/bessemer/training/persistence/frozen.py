@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from bessemer.checkpoint import Checkpoints
-from bessemer.checkpoint.manifest import COMMIT
+from bessemer.checkpoint.files import COMMIT
 from bessemer.errors import InputError, StorageError
 from bessemer.generate import base as bases
 from bessemer.generate.base import BaseRecord, VerifiedArrays

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from bessemer.checkpoint import Checkpoints
-from bessemer.checkpoint.manifest import COMMIT, content_problems
+from bessemer.checkpoint.files import COMMIT, content_problems
 from bessemer.errors import BessemerError, InputError, StorageError
 from bessemer.job import RunDirectory, check_run_name
 from bessemer.job.directory import step_name, step_of_name
