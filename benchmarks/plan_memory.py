@@ -158,7 +158,7 @@ def most_rows(args: argparse.Namespace, folder: Path, size: str, mode: str) -> t
     """Return the predicted peak of one row, and the most rows in one pass by card; 0: not even one."""
     from bessemer.plan.absent_plan import estimated
     from bessemer.plan.estimate import Choice, peak_memory
-    from bessemer.plan.target import parse_target
+    from bessemer.plan.trainer import parse_target
     from bessemer.training.setup.microbatch import SPARE
 
     recipe, *words = words_of(args, folder, size, mode, 1)

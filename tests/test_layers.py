@@ -74,7 +74,7 @@ CALLBACKS_TAKE_THE_TRAINER = {
     ("bessemer.training.callbacks.base", "bessemer.training.trainer"),
 }
 # The order inside a package; what is imported must come before.
-INSIDE = {"data": ["sources", "tokenize", "rows", "plan", "settings", "stores"]}
+INSIDE = {"data": ["sources", "tokenize", "rows", "plan", "stores"]}
 
 
 def room_of(path: Path) -> str:

@@ -245,7 +245,7 @@ def test_a_cut_off_copy_of_a_store_is_noticed(tmp_path):
 
 
 def test_a_large_vocabulary_needs_four_bytes():
-    from bessemer.data.rows.store import token_dtype
+    from bessemer.data.rows.rows import token_dtype
 
     assert token_dtype(65536) == np.uint16 and token_dtype(65537) == np.uint32
 

@@ -19,7 +19,7 @@ from bessemer.config.bounded import parse_json
 from bessemer.config.recipes import flat_values, saved_tree
 from bessemer.console import Advance, size
 from bessemer.data import DataSettings, Sampling, Tokenizer, find_source
-from bessemer.data.rows.store import TokenStore, is_store
+from bessemer.data.rows.rows import TokenStore, is_store
 from bessemer.data.sources.hub import must_download
 from bessemer.data.stores.catalog import store_directory, store_place, tokenizer_place
 from bessemer.data.tokenize.tokenizer import FILE

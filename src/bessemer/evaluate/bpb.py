@@ -21,8 +21,7 @@ from bessemer import console
 from bessemer.config import declared
 from bessemer.config.values import Mismatch, convert
 from bessemer.data import DataSettings, Sampling, Tokenizer, Validation, open_dataset
-from bessemer.data.settings import found_again, relocated, relocated_root
-from bessemer.data.stores.catalog import is_code
+from bessemer.data.stores.catalog import found_again, is_code, relocated, relocated_root
 from bessemer.errors import InputError
 from bessemer.evaluate.scoring import Row, check_batch, on_mesh, replicated, rows_in_a_pass, score
 from bessemer.generate import LoadedModel

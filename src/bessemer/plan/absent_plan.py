@@ -38,8 +38,7 @@ from bessemer.plan.estimate import (
     step_time,
     terms_of,
 )
-from bessemer.plan.target import MICRO, AbsentTopology, Target, parse_target
-from bessemer.plan.trainer import planned_trainer
+from bessemer.plan.trainer import MICRO, AbsentTopology, Target, parse_target, planned_trainer
 from bessemer.topology import AXES, Topology, arrange, placement, planned_for
 from bessemer.training.feed import abstract_batch
 from bessemer.training.launch import Overrides

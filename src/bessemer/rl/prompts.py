@@ -37,9 +37,9 @@ from bessemer.data.tokenize.tokenizer import Tokenizer
 from bessemer.errors import InputError
 from bessemer.generate.text import prompt_ids, turn_ends
 from bessemer.objectives.grpo import GrpoSettings, SampledSettings, group_advantages
-from bessemer.rl.curriculum import Curriculum, build_curriculum, replaced
 from bessemer.rl.environments.base import Row, prompt_of, question_of
 from bessemer.rl.rollout import FIELDS, TOKEN_FIELDS, GRPOTrainerConfig, Passes, completion_rows, row_types, spread
+from bessemer.rl.selection import Curriculum, build_curriculum, replaced
 from bessemer.training.settings import RunContext
 from bessemer.training.setup.data import DataParts
 
@@ -164,7 +164,7 @@ Chosen = list[tuple[PromptRows, int]]
 
 class PromptPlan(BatchPlan):
     """The prompts of every rollout, a pure function of (data, seed, rollout number), and the held-out ones. With a
-    curriculum (rl/curriculum.py) some are replaced."""
+    curriculum (rl/selection.py) some are replaced."""
 
     validation = None  # prompts are held out, not rows of tokens
 

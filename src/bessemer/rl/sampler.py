@@ -34,10 +34,8 @@ from bessemer.models.moe import APART, EXPERT_IDS, ROUTING
 from bessemer.models.protocol import Decoding
 from bessemer.models.shape import round_up
 from bessemer.objectives.grpo import GrpoSettings, SampledSettings, group_advantages, importance_weights
-from bessemer.rl.curriculum import ByPassRate
 from bessemer.rl.exact import ExactRollouts
 from bessemer.rl.prompts import Chosen, PromptPlan, end_ids
-from bessemer.rl.resample import Groups, replace_flat
 from bessemer.rl.rewards import OVERLONG, Rewards, overlong_penalty
 from bessemer.rl.rollout import (
     BLANK,
@@ -51,6 +49,7 @@ from bessemer.rl.rollout import (
     row_types,
     spread,
 )
+from bessemer.rl.selection import ByPassRate, Groups, replace_flat
 from bessemer.topology import CompiledTogether, Topology, agree, broadcast, forget, unbox
 from bessemer.training.feed import abstract_batch, device_batch, fetch
 from bessemer.training.setup.model import ModelParts

@@ -34,11 +34,9 @@ from bessemer.models.moe import recorded_shape
 from bessemer.objectives.grpo import TOKENS, GrpoSettings, SampledSettings
 from bessemer.registry import jobs, objectives
 from bessemer.rl.ahead import AheadOfTraining, check_ahead, check_staleness
-from bessemer.rl.curriculum import PASS_RATE, ByColumn, ByPassRate
 from bessemer.rl.episodes import EpisodeSampler, check_environment
 from bessemer.rl.exact import check_exact
 from bessemer.rl.prompts import PromptPlan, StoredPlan, build_prompts, build_stored
-from bessemer.rl.resample import check_resampling
 from bessemer.rl.rewards import Rewards, RewardSpec, check_penalty
 from bessemer.rl.rollout import (
     GRPOTrainerConfig,
@@ -53,6 +51,7 @@ from bessemer.rl.rollout import (
     unused_settings,
 )
 from bessemer.rl.sampler import REWARD_SECONDS, Laps, Sampler, check_sampler
+from bessemer.rl.selection import PASS_RATE, ByColumn, ByPassRate, check_resampling
 from bessemer.rl.workers import check_made
 from bessemer.storage.files import PASS_RATES, ROLLOUT, ROLLOUT_AHEAD
 from bessemer.topology import agree, broadcast, process_count

@@ -26,21 +26,24 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from bessemer.data.rows.rows import (
+    ArrayStore,
     Batch,
     DatasetStyle,
     Fields,
     PmdRows,
     Rows,
+    Store,
+    TokenStore,
     base_stats,
     check_length,
     fingerprint_of,
     finish,
+    kind_of,
     padding,
     ragged,
     supervised,
     text_fields,
 )
-from bessemer.data.rows.store import ArrayStore, Store, TokenStore, kind_of
 from bessemer.data.tokenize.documents import ANSWER, BEGINS, PAIRS, Bad, TurnRows, document_of
 from bessemer.data.tokenize.tokenizer import Tokenizer
 from bessemer.errors import InputError

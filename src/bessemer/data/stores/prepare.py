@@ -26,7 +26,7 @@ from typing import Any
 
 import numpy as np
 
-from bessemer.data.rows.store import FORMAT, is_store, read_facts, write_facts
+from bessemer.data.rows.rows import FORMAT, is_store, read_facts, write_facts
 from bessemer.data.sources.files import SHARD_BYTES, Documents, Files, Piece, Source, Stream, plan_shards
 from bessemer.data.sources.hub import find_named
 from bessemer.data.stores import shards as merge

@@ -15,8 +15,7 @@ from bessemer.config import PYTHON, Config, Schema, current, dotted, gather, loa
 from bessemer.config.recipes import Layer
 from bessemer.config.values import plain
 from bessemer.data import DatasetStyle, DataSettings, Sampling, check_mixture, shares_of
-from bessemer.data.settings import Find, found_again, full_path, relocated, relocated_root
-from bessemer.data.stores.catalog import is_code
+from bessemer.data.stores.catalog import Find, found_again, full_path, is_code, relocated, relocated_root
 from bessemer.errors import InputError
 from bessemer.evaluate.evaluator import names_code
 from bessemer.models.lora import LoraSettings
