@@ -62,7 +62,6 @@ WITHOUT_CYCLES = [
     "optim",
     "objectives",
     "report",
-    "doctor",
     "serve",
     "launch",
     "dash",

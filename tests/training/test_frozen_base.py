@@ -25,7 +25,7 @@ from tests.trust.test_foreign_run import called
 
 from bessemer.checkpoint import Checkpoints
 from bessemer.console import no_progress
-from bessemer.doctor.checks import Diagnosis, examine_checkpoints
+from bessemer.doctor import Diagnosis, examine_checkpoints
 from bessemer.errors import InputError, Stopped, StorageError
 from bessemer.evaluate import Evaluator
 from bessemer.generate import base as bases

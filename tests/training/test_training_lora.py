@@ -19,7 +19,7 @@ from tests.training.test_training_resume import StopAt, assert_same, rows
 
 from bessemer.checkpoint import Checkpoints
 from bessemer.config.resolve import Config
-from bessemer.doctor.checks import Diagnosis, examine_checkpoints
+from bessemer.doctor import Diagnosis, examine_checkpoints
 from bessemer.errors import InputError, Stopped, StorageError
 from bessemer.generate.load import load_model
 from bessemer.job import RunDirectory

@@ -16,7 +16,7 @@ from tests.training.test_training_resume import assert_same, one_device, rows
 
 from bessemer.checkpoint import Checkpoints
 from bessemer.console import no_progress
-from bessemer.doctor.checks import Diagnosis, examine_checkpoints
+from bessemer.doctor import Diagnosis, examine_checkpoints
 from bessemer.errors import InputError, Stopped
 from bessemer.generate.export import export_run
 from bessemer.generate.load import load_model

@@ -29,7 +29,7 @@ from bessemer.data.rows.rows import COMPLETIONS
 from bessemer.errors import InputError
 from bessemer.losses.exact_scores import exact_scores, value_of
 from bessemer.models.moe import EXPERT_IDS
-from bessemer.objectives.base import Apply, Batch, Sums
+from bessemer.objectives import Apply, Batch, Sums
 from bessemer.registry import objectives
 
 TOKENS = "trained_tokens"

@@ -25,7 +25,7 @@ from bessemer.config import field
 from bessemer.data.rows.rows import DatasetStyle
 from bessemer.errors import InputError
 from bessemer.losses.cross_entropy import target_weights
-from bessemer.objectives.base import Apply, Batch, Sums, run_model
+from bessemer.objectives import Apply, Batch, Sums, run_model
 from bessemer.registry import objectives
 
 # -- sums over the responses of CONTRASTIVE rows (data/rows/build.py) ---------------------------------------------

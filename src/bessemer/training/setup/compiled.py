@@ -23,7 +23,7 @@ from bessemer.models.moe import balancer
 from bessemer.models.pipeline import check_branches, check_stages
 from bessemer.models.protocol import SilentAtStart, group_of
 from bessemer.models.transformer import Transformer
-from bessemer.objectives.base import FollowsProgress
+from bessemer.objectives import FollowsProgress
 from bessemer.optim import Optimizer, build_optimizer, mesh_spread, state_shardings
 from bessemer.registry import objectives
 from bessemer.topology import broadcast, shardings, unbox, validate_divisible

@@ -25,7 +25,7 @@ from bessemer.models.moe import active_share
 from bessemer.models.protocol import Checked, HasPrecision, KernelChoice, group_of, new_parameters
 from bessemer.models.shape import explain_flops, round_up
 from bessemer.models.transformer import FP8_IF_SUPPORTED, Transformer
-from bessemer.objectives.base import PredictsFurther
+from bessemer.objectives import PredictsFurther
 from bessemer.registry import models, objectives
 from bessemer.storage.files import ALLOCATION
 from bessemer.topology import Topology
