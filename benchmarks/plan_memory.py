@@ -106,7 +106,7 @@ def measure(words: Sequence[str]) -> dict[str, Any]:
     device = jax.devices()[0]
     if device.platform == "cpu" or not device.memory_stats():
         return {"measured": None, "compiled": None}
-    from bessemer.plan.build import some_rows
+    from bessemer.plan.document import some_rows
     from bessemer.plan.trainer import planned_trainer
     from bessemer.training.setup.compiled import initial_state
     from bessemer.training.setup.microbatch import step_bytes

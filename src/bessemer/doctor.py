@@ -1,7 +1,7 @@
 """`bessemer doctor`: checks of a run directory, and the verdict: what `bessemer resume` would do, or why it refuses.
 
-Checked are checkpoints, weights, metrics, leftovers, configuration and data, and a rehearsal. Only `remove_stale` changes
-anything.
+Checked are checkpoints, weights, metrics, leftovers, configuration and data, and a rehearsal of the resume. Only
+`remove_stale` changes anything.
 """
 
 from __future__ import annotations

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from bessemer.plan.absent_plan import Planned, document, estimated, has_compiler
+from bessemer.plan.document import render_absent
 from bessemer.plan.estimate import Choice, Estimate, estimate
-from bessemer.plan.show import render_absent
 from bessemer.plan.trainer import parse_target
 from bessemer.topology import AXES
 

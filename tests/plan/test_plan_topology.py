@@ -12,8 +12,8 @@ import pytest
 
 from bessemer.errors import InputError
 from bessemer.plan.absent_plan import Compiled, document, estimated, has_compiler, make_absent_plan, make_sweep, tried
+from bessemer.plan.document import render_absent
 from bessemer.plan.estimate import Choice, estimate, terms_of
-from bessemer.plan.show import render_absent
 from bessemer.plan.trainer import balanced, parse_target
 from bessemer.topology import AXES
 

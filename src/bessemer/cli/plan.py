@@ -90,7 +90,7 @@ def elsewhere(
 
     jax.config.update("jax_platforms", "cpu")  # the hardware is not here, and nothing is computed
     from bessemer.plan.absent_plan import make_absent_plan, make_sweep
-    from bessemer.plan.show import render_absent
+    from bessemer.plan.document import render_absent
     from bessemer.topology import keep_stdout_clean
 
     keep_stdout_clean()  # compilers print where they like

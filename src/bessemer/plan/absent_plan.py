@@ -23,8 +23,8 @@ from jax.sharding import AxisType, Mesh
 
 from bessemer.config import dotted
 from bessemer.errors import InputError, to_install
-from bessemer.plan.build import plan_flops, plan_horizon, plan_model, plan_pipeline
 from bessemer.plan.collectives import Collective, Layout, collectives_of, describe
+from bessemer.plan.document import plan_flops, plan_horizon, plan_model, plan_pipeline
 from bessemer.plan.estimate import (
     Choice,
     Estimate,
