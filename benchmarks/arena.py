@@ -40,11 +40,11 @@ from stream import FACTS, check, described
 
 from bessemer.config.recipes import read_yaml
 from bessemer.console import table
-from bessemer.data.rows.store import TokenStore
+from bessemer.data.rows.rows import TokenStore
 from bessemer.errors import BessemerError, InputError, Stopped, TrainingError
 from bessemer.job import RunDirectory, check_run_name
 from bessemer.report.summary import Summary, summarize, training_seconds
-from bessemer.report.verdict import NOISE, Results, judge, mean_and_spread
+from bessemer.report.tables import NOISE, Results, judge, mean_and_spread
 from bessemer.storage.files import atomic_write
 
 FAILED, STOPPED = 3, 75  # exit codes of `bessemer train`

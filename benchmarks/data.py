@@ -18,9 +18,8 @@ from typing import Any
 import numpy as np
 
 from bessemer.data import DataPlan, DatasetStyle, Sampling, Tokenizer, TokenStore, make_rows, prepare
-from bessemer.data.rows.packing import crop, pack
-from bessemer.data.stores.catalog import find_source
-from bessemer.data.stores.tokenizers import sample_texts
+from bessemer.data.rows.build import crop, pack
+from bessemer.data.stores.catalog import find_source, sample_texts
 
 
 def main() -> None:

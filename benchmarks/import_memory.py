@@ -116,7 +116,7 @@ def main(root: Path, train: bool) -> dict[str, Any]:
     bessemer = (sys.executable, "-m", "bessemer")
     found: dict[str, Any] = {"weights_bytes": size}
     commands: dict[str, tuple[str, ...]] = {
-        "nothing": ("-c", "import bessemer.interop.folder, bessemer.interop.export_hf, bessemer.generate.export"),
+        "nothing": ("-c", "import bessemer.interop.folder, bessemer.interop.folder, bessemer.generate.export"),
         "import": ("import", str(root / "hf"), str(root / "run")),
         "export": ("export", str(root / "run"), str(root / "out")),
     }

@@ -27,7 +27,7 @@ import numpy as np
 
 from bessemer.data import DataPlan, Sampling, open_dataset, tokenizer_for
 from bessemer.data.plan.batches import sample_tokens
-from bessemer.data.settings import DataSettings
+from bessemer.data.stores.catalog import DataSettings
 from bessemer.models.gpt import GPT
 from bessemer.models.lookup import Allocation, Tiles, compute_lzw_allocation, gathered, tiled
 from bessemer.objectives.pretrain import PretrainSettings, pretrain

@@ -106,7 +106,7 @@ def measure(words: Sequence[str]) -> dict[str, Any]:
     device = jax.devices()[0]
     if device.platform == "cpu" or not device.memory_stats():
         return {"measured": None, "compiled": None}
-    from bessemer.plan.build import some_rows
+    from bessemer.plan.document import some_rows
     from bessemer.plan.trainer import planned_trainer
     from bessemer.training.setup.compiled import initial_state
     from bessemer.training.setup.microbatch import step_bytes
@@ -158,7 +158,7 @@ def most_rows(args: argparse.Namespace, folder: Path, size: str, mode: str) -> t
     """Return the predicted peak of one row, and the most rows in one pass by card; 0: not even one."""
     from bessemer.plan.absent_plan import estimated
     from bessemer.plan.estimate import Choice, peak_memory
-    from bessemer.plan.target import parse_target
+    from bessemer.plan.trainer import parse_target
     from bessemer.training.setup.microbatch import SPARE
 
     recipe, *words = words_of(args, folder, size, mode, 1)

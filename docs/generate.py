@@ -124,7 +124,7 @@ def shortened(names: list[str]) -> list[str]:
 
 
 def for_completion(found: Mapping[str, list[Declaration]]) -> dict[str, dict[str, Any]]:
-    """Return dotted key → what `bessemer.cli.candidates.Known` holds."""
+    """Return dotted key → what `bessemer.cli.completion.Known` holds."""
     known = {}
     for key, declared_by in found.items():
         one = min(declared_by, key=lambda each: len(each.needs)).setting  # of every run, if there is one

@@ -17,7 +17,7 @@ from bessemer import registry, user_code
 from bessemer.cli import _report_bug
 from bessemer.config import resolve
 from bessemer.data.stores.catalog import find_source
-from bessemer.data.tokenize.tool_calls import ToolCall
+from bessemer.data.tokenize.chat import ToolCall
 from bessemer.errors import InputError, TrainingError
 from bessemer.evaluate.evaluator import check_tasks, choose
 from bessemer.job import RunDirectory

@@ -21,9 +21,9 @@ if TYPE_CHECKING:  # what editors and type checkers see; at run time `_HOME` say
     from bessemer.models.protocol import LanguageModel
     from bessemer.objectives.kl import KLConfig
     from bessemer.rl.trainer import GRPOTrainer, GRPOTrainerConfig
-    from bessemer.training.api import Run, resume, train
     from bessemer.training.callbacks.base import Callback
     from bessemer.training.kl_trainer import KLDivergenceTrainer, KLDivergenceTrainerConfig, KLDivergenceTrainState
+    from bessemer.training.launch import Run, resume, train
     from bessemer.training.settings import BaseTrainerConfig
     from bessemer.training.state import TrainState
     from bessemer.training.trainer import BaseTrainer
@@ -31,9 +31,9 @@ if TYPE_CHECKING:  # what editors and type checkers see; at run time `_HOME` say
 __version__ = "0.2.0"
 
 _HOME = {
-    "train": "bessemer.training.api",
-    "resume": "bessemer.training.api",
-    "Run": "bessemer.training.api",
+    "train": "bessemer.training.launch",
+    "resume": "bessemer.training.launch",
+    "Run": "bessemer.training.launch",
     "BaseTrainer": "bessemer.training.trainer",
     "BaseTrainerConfig": "bessemer.training.settings",
     "KLDivergenceTrainer": "bessemer.training.kl_trainer",

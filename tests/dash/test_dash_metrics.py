@@ -14,12 +14,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bessemer.dash import columns as columns_module
 from bessemer.dash import metrics as growing_module
-from bessemer.dash.columns import MOST_NAMES, Block, Columns, blocks
+from bessemer.dash.charts import View, charts_of, curve, smoothed, thinned
 from bessemer.dash.files import Folder
-from bessemer.dash.metrics import Index, RunMetrics
-from bessemer.dash.series import View, charts_of, curve, smoothed, thinned
+from bessemer.dash.metrics import MOST_NAMES, Block, Columns, Index, RunMetrics, blocks
 
 
 def lines(*rows: object) -> str:
@@ -129,7 +127,7 @@ def test_the_cache_remembers_that_names_were_dropped(tmp_path: Path) -> None:
 
 
 def test_a_small_file_that_describes_a_huge_table_is_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(columns_module, "MOST_CELLS", 1_000_000)
+    monkeypatch.setattr(growing_module, "MOST_CELLS", 1_000_000)
     wide = {f"m{n}": 1.0 for n in range(500)}
     (tmp_path / "metrics.jsonl").write_text(lines({"step": 0, **wide}) + '{"a":1}\n' * 200_000)
     columns = reader(tmp_path).refresh()

@@ -20,10 +20,10 @@ import bessemer
 from bessemer.dash import metrics as growing
 from bessemer.dash import processes as actions_module
 from bessemer.dash.app import DashOptions, open_folder
+from bessemer.dash.charts import MOST_BINS, MOST_PARAMETERS, MOST_STEPS, RunWeights
 from bessemer.dash.files import Folder
 from bessemer.dash.processes import Actions, Models
 from bessemer.dash.runs import Runs
-from bessemer.dash.weights import MOST_BINS, MOST_PARAMETERS, MOST_STEPS, RunWeights
 from bessemer.errors import InputError
 
 SECRET = "outside the directory"
@@ -385,7 +385,7 @@ def test_a_model_ends_with_its_parent_however_that_ends() -> None:
         [
             sys.executable,
             "-c",
-            "import bessemer.job.child as c, signal; c.end_with_parent(); print(1, flush=True); signal.pause()",
+            "import bessemer.job.process as c, signal; c.end_with_parent(); print(1, flush=True); signal.pause()",
         ],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,

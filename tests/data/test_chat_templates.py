@@ -21,7 +21,7 @@ from bessemer.data.tokenize.documents import Bad, document_of, encode_pair, read
 from bessemer.data.tokenize.templates import ChatTemplate
 from bessemer.errors import InputError
 from bessemer.rl.prompts import PromptRows
-from bessemer.serve.conversation import Exchange, Foreign
+from bessemer.serve.chat import Exchange, Foreign
 
 USER, SYSTEM = "user", "system"
 TOOLS = [

@@ -17,8 +17,8 @@ from tests.processes import TIMEOUT
 from tests.tiny_run import tiny_tokenizer
 
 from bessemer.data import Tokenizer, tokenizer_for
-from bessemer.data.sources import parquet_rows
-from bessemer.data.sources.parquet_rows import Expands, read_batches
+from bessemer.data.sources import readers
+from bessemer.data.sources.readers import Expands, read_batches
 from bessemer.errors import InputError
 
 MEMORY = 700 << 10
@@ -177,7 +177,7 @@ def test_a_parquet_list_without_end_is_refused(tmp_path: Path, monkeypatch: pyte
     path = tmp_path / "ones.parquet"
     pq.write_table(pa.table({"input_ids": [[1] * 1_000_000]}), path)
     assert len(next(read_batches(str(path), range(1), None))) == 1
-    monkeypatch.setattr(parquet_rows, "MOST_VALUES", 100_000)
+    monkeypatch.setattr(readers, "MOST_VALUES", 100_000)
     with pytest.raises(Expands, match=r"input_ids.* holds 1,000,000 values"):
         next(read_batches(str(path), range(1), None))
 
@@ -185,8 +185,8 @@ def test_a_parquet_list_without_end_is_refused(tmp_path: Path, monkeypatch: pyte
 @pytest.mark.parametrize("most", [1, 300, 64 << 20])
 def test_parquet_rows_are_what_the_library_reads(most: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nested, empty and missing values; slices of a row, of some rows, and of all."""
-    monkeypatch.setattr(parquet_rows, "ROWS_AT_ONCE", 7)
-    monkeypatch.setattr(parquet_rows, "SLICE_BYTES", most)
+    monkeypatch.setattr(readers, "ROWS_AT_ONCE", 7)
+    monkeypatch.setattr(readers, "SLICE_BYTES", most)
     turns = [{"role": "user", "content": "x" * n} for n in (0, 3, 50)]
     rows = [
         {

@@ -15,8 +15,8 @@ from tests.data.chat_forms import CHATML, Form, forms, with_specials
 
 from bessemer.cli.data import command
 from bessemer.data import DatasetStyle, Tokenizer, TokenStore, make_rows, prepare
+from bessemer.data.stores.catalog import sample_texts
 from bessemer.data.stores.prepare import as_source
-from bessemer.data.stores.tokenizers import sample_texts
 from bessemer.data.tokenize import chat
 from bessemer.data.tokenize.documents import Bad, document_of
 from bessemer.data.tokenize.templates import ChatTemplate

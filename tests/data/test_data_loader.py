@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bessemer.data import ArrayStore, DataPlan, DatasetStyle, Prefetcher, Sampling, make_rows
-from bessemer.data.plan import prefetch
+from bessemer.data.plan import batches
 from bessemer.errors import InputError
 
 BLOCK = 4
@@ -171,7 +171,7 @@ def test_prefetching_is_bounded_and_waiting_is_counted(monkeypatch):
         made.append(step)
         return step
 
-    monkeypatch.setattr(prefetch, "time", SimpleNamespace(monotonic=monotonic))
+    monkeypatch.setattr(batches, "time", SimpleNamespace(monotonic=monotonic))
     source = Prefetcher(make, 0, 2)
     assert source.get(0) == 0 and source.waited == 100.0
     while len(source._ready) < 2:

@@ -11,9 +11,8 @@ import pytest
 from tests.tiny_run import tiny_tokenizer
 
 from bessemer.data import DataPlan, DatasetStyle, Sampling, Tokenizer, TokenStore, make_rows, open_dataset, prepare
-from bessemer.data.rows.rows import fields_of
-from bessemer.data.rows.store import describe_store
-from bessemer.data.settings import DataSettings
+from bessemer.data.rows.rows import describe_store, fields_of
+from bessemer.data.stores.catalog import DataSettings
 from bessemer.data.tokenize.documents import Pair, encode_pair, read_pair
 from bessemer.errors import InputError
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from bessemer.data import Sampling
-from bessemer.data.settings import found_again, full_path, relocated, relocated_root
 from bessemer.data.sources.files import find_files
+from bessemer.data.stores.catalog import found_again, full_path, relocated, relocated_root
 
 
 @pytest.fixture

@@ -124,7 +124,7 @@ def test_a_worker_that_dies_fails_the_preparation(tmp_path, monkeypatch):
             started[1].kill()
         return started[-1]
 
-    monkeypatch.setattr("bessemer.data.stores.pool.subprocess.Popen", popen)
+    monkeypatch.setattr("bessemer.data.stores.prepare.subprocess.Popen", popen)
     with pytest.raises(StorageError, match="worker ended with code -9"):
         prepare(path, tmp_path / "s", TOKENIZER, workers=2, shard_bytes=1024)
     assert not (tmp_path / "s" / "store.json").exists()
@@ -150,7 +150,7 @@ def test_a_bad_line_fails_or_is_counted(tmp_path, workers):
 
 
 def test_workers_do_not_import_jax(tmp_path):
-    code = "import sys, bessemer.data.stores.worker, bessemer.data.stores.pool; sys.exit('jax' in sys.modules)"
+    code = "import sys, bessemer.data.stores.worker, bessemer.data.stores.prepare; sys.exit('jax' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
@@ -245,7 +245,7 @@ def test_a_cut_off_copy_of_a_store_is_noticed(tmp_path):
 
 
 def test_a_large_vocabulary_needs_four_bytes():
-    from bessemer.data.rows.store import token_dtype
+    from bessemer.data.rows.rows import token_dtype
 
     assert token_dtype(65536) == np.uint16 and token_dtype(65537) == np.uint32
 

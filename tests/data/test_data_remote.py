@@ -13,7 +13,7 @@ from tests.data.test_data_prepare import TOKENIZER, corpus
 from tests.stores import s3  # noqa: F401 -- a fixture
 
 from bessemer.data import Sampling, TokenStore, find_files, find_source, prepare, tokenizer_for
-from bessemer.data.settings import data_root
+from bessemer.data.stores.catalog import data_root
 from bessemer.errors import InputError, StorageError
 from bessemer.job import ExecutionSpec, RunDirectory, find_run
 from bessemer.job.trust import named_code

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bessemer.data import ArrayStore, DatasetStyle, Tokenizer, TokenStore, make_rows, prepare
-from bessemer.data.rows.packing import CroppedRows, crop, pack
+from bessemer.data.rows.build import CroppedRows, crop, pack
 from bessemer.errors import InputError
 
 PAD = 1

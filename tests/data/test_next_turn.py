@@ -10,8 +10,7 @@ import pytest
 from tests.data.stock_templates import FAMILIES, Family
 from tests.tiny_run import tiny_tokenizer
 
-from bessemer.data.tokenize.chat import render, render_next, stop_ids, supervised_rows, tools_of
-from bessemer.data.tokenize.tool_calls import CallParser, ToolCall
+from bessemer.data.tokenize.chat import CallParser, ToolCall, render, render_next, stop_ids, supervised_rows, tools_of
 from bessemer.errors import InputError
 from bessemer.rl.environments.calculator import Calculator
 

@@ -15,7 +15,7 @@ import jax
 import numpy as np
 import pytest
 
-from bessemer.checkpoint.manifest import read_manifest, write_manifest
+from bessemer.checkpoint.files import read_manifest, write_manifest
 from bessemer.cli import main
 from bessemer.doctor import Diagnosis, diagnose, remove_stale
 from bessemer.errors import InputError, Stopped, StorageError

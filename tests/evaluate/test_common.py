@@ -17,8 +17,7 @@ from bessemer.checkpoint import Checkpoints
 from bessemer.cli.compare import command
 from bessemer.data import Tokenizer
 from bessemer.errors import InputError
-from bessemer.evaluate.bpb import bpb, standard_error
-from bessemer.evaluate.held_out import Measured, held_out_documents, measure_on
+from bessemer.evaluate.bpb import Measured, bpb, held_out_documents, measure_on, standard_error
 from bessemer.generate import LoadedModel, load_model
 from bessemer.job import RunDirectory
 from bessemer.report.summary import too_small

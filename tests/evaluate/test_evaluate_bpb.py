@@ -11,8 +11,7 @@ from click.testing import CliRunner
 
 from bessemer.errors import InputError
 from bessemer.evaluate import Evaluator, check_tasks
-from bessemer.evaluate.bpb import bpb
-from bessemer.evaluate.held_out import held_out, last_mixture
+from bessemer.evaluate.bpb import bpb, held_out, last_mixture
 from bessemer.generate import load_model
 from bessemer.topology import TopologySettings, make_topology
 from tiny_run import TEXTS, make_run

@@ -12,8 +12,8 @@ from tests.evaluate.bundles import json_bundle, public_bundle, write_rows
 
 from bessemer.errors import InputError
 from bessemer.evaluate import Evaluator
-from bessemer.evaluate.bundle import read_bundle
 from bessemer.evaluate.core import core
+from bessemer.evaluate.tasks import read_bundle
 from bessemer.generate import load_model
 from bessemer.job.trust import mark_origin
 from bessemer.topology import make_topology

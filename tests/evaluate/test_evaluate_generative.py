@@ -16,7 +16,7 @@ from bessemer.data import Tokenizer
 from bessemer.errors import InputError
 from bessemer.evaluate import Evaluator
 from bessemer.evaluate.evaluator import choose
-from bessemer.evaluate.generative import is_right, parse_answer, question_ids, write
+from bessemer.evaluate.scoring import is_right, parse_answer, question_ids, write
 from bessemer.evaluate.word_problems import gsm8k, problems
 from bessemer.generate import LoadedModel
 from tiny_run import make_run, tiny_tokenizer
@@ -154,6 +154,6 @@ def test_a_model_that_cannot_decode_is_told():
     loaded = dataclasses.replace(scripted(["a"]), model=nn.Dense(3))
     with pytest.raises(InputError, match="cannot decode"):
         gsm8k_rows = [{"question": "a", "answer": "1"}]
-        from bessemer.evaluate.generative import answer_all
+        from bessemer.evaluate.scoring import answer_all
 
         answer_all(loaded, gsm8k_rows, 4, None)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from bessemer.generate import Engine, Request, SamplingOptions
-from bessemer.generate.prefix import Held, PrefixCache, continued_width
+from bessemer.generate.request import Held, PrefixCache, continued_width
 from bessemer.models.llama import Llama
 from bessemer.models.qwennext import QwenNext
 from compilations import counted_compilations

@@ -20,11 +20,11 @@ from bessemer.config import declared
 from bessemer.errors import InputError
 from bessemer.generate import Decoder, Engine, LoadedModel, Request, SamplingOptions, Speculation
 from bessemer.generate.rows import Text
-from bessemer.generate.settings import DecodingSettings
 from bessemer.generate.speculate import find_draft
 from bessemer.models.gpt import GPT
 from bessemer.models.llama import Llama
 from bessemer.models.protocol import LanguageModel
+from bessemer.rl.rollout import DecodingSettings
 from bessemer.serve.service import Metrics
 from bessemer.topology import TopologySettings, make_topology, shardings
 

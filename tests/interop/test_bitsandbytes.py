@@ -17,8 +17,8 @@ from tests.models.test_quantized import BITS, HALVES
 
 from bessemer.errors import InputError
 from bessemer.generate.base import read_hashed
-from bessemer.interop.bitsandbytes import QuantizedTensor
 from bessemer.interop.folder import Folder
+from bessemer.interop.four_bit import QuantizedTensor
 from bessemer.kernels.quantized import CODEBOOK, NF4
 from bessemer.storage.weights import WeightFile
 

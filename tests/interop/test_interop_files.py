@@ -21,8 +21,7 @@ from bessemer.data.tokenize.tokenizer import Tokenizer
 from bessemer.errors import BessemerError, InputError, StorageError
 from bessemer.generate.export import export_run
 from bessemer.interop.config import HFConfig, config_of, type_of
-from bessemer.interop.export_hf import token_ids, tokenizer_files
-from bessemer.interop.folder import CONFIG, INDEX, SINGLE, Folder, import_folder
+from bessemer.interop.folder import CONFIG, INDEX, SINGLE, Folder, import_folder, token_ids, tokenizer_files
 from bessemer.job import RunDirectory
 from bessemer.models.gemma import Gemma
 from bessemer.models.llama import Llama
@@ -46,7 +45,7 @@ def test_import_then_export_keeps_every_byte(name: str, tmp_path: Path) -> None:
 
 
 def test_a_large_export_is_split_and_indexed(tmp_path: Path) -> None:
-    from bessemer.interop.export_hf import export_folder
+    from bessemer.interop.folder import export_folder
 
     source = make_folder(tmp_path / "hf", config_of_case("llama3"))
     folder = Folder(source)

@@ -24,7 +24,7 @@ from bessemer.generate import load_model, sample
 from bessemer.generate.export import export_run
 from bessemer.interop.folder import Folder, import_folder
 from bessemer.job import RunDirectory, find_run
-from bessemer.serve.conversation import template_of
+from bessemer.serve.chat import template_of
 from bessemer.storage.weights import flatten
 from bessemer.training.launch import build_trainer, reopen
 

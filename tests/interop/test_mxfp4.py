@@ -14,7 +14,7 @@ from tests.reference.huggingface import drawn
 
 from bessemer.errors import BessemerError, InputError
 from bessemer.interop.folder import Folder
-from bessemer.interop.mxfp4 import dequantize
+from bessemer.interop.four_bit import dequantize
 from bessemer.storage.weights import write_file
 
 VECTOR = json.loads((Path(__file__).parents[1] / "reference" / "mxfp4.json").read_text())

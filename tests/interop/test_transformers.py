@@ -25,7 +25,7 @@ from bessemer.generate.export import export_run, export_run_adapters
 from bessemer.interop.config import tensors_of
 from bessemer.interop.folder import Folder, import_folder
 from bessemer.job import RunDirectory
-from bessemer.serve.conversation import Turns
+from bessemer.serve.chat import Turns
 from bessemer.storage.weights import flatten, signature
 from bessemer.training.launch import build_trainer
 

@@ -14,8 +14,7 @@ from tests.reference.huggingface import CASES, OUT, SIZES, drawn
 from bessemer.data import Tokenizer
 from bessemer.generate.load import abstract_params
 from bessemer.interop.config import HFConfig, tensors_of
-from bessemer.interop.export_hf import shards_of
-from bessemer.interop.folder import INDEX, Folder
+from bessemer.interop.folder import INDEX, Folder, shards_of
 from bessemer.models.llama import Llama
 from bessemer.registry import models
 from bessemer.storage.weights import flatten, place, signature, write_file

@@ -15,7 +15,7 @@ from tests.invariance.conftest import BLOCK, PAIRS, STEPS, Runs
 from tests.tiny_run import tiny_tokenizer
 
 from bessemer.data import DataPlan, Sampling, open_dataset
-from bessemer.data.settings import DataSettings
+from bessemer.data.stores.catalog import DataSettings
 
 
 def proof(name: str, label: str) -> Any:

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from bessemer.errors import InputError, StorageError
 from bessemer.job import ExecutionSpec, RunDirectory, RunLock, check_run_name, find_run
-from bessemer.job import lock as lock_module
+from bessemer.job import directory as directory_module
 from bessemer.storage.files import atomic_write, remove_leftovers
 
 
@@ -133,7 +133,7 @@ def test_another_host_is_believed_while_its_heartbeat_is_fresh(tmp_path, age, he
 
 @pytest.mark.parametrize("alive", [True, False])
 def test_without_kernel_locks_pid_and_start_time_decide(tmp_path, monkeypatch, alive):
-    monkeypatch.setattr(lock_module, "try_lock", lambda *args, **kw: None)
+    monkeypatch.setattr(directory_module, "try_lock", lambda *args, **kw: None)
     run = RunDirectory(tmp_path / "r").create()
     first = RunLock(run).acquire()
     try:
@@ -141,14 +141,14 @@ def test_without_kernel_locks_pid_and_start_time_decide(tmp_path, monkeypatch, a
             with pytest.raises(InputError, match="in use"):
                 RunLock(run).acquire()
         else:
-            monkeypatch.setattr(lock_module, "_process_start", lambda pid: 1)
+            monkeypatch.setattr(directory_module, "_process_start", lambda pid: 1)
             RunLock(run).acquire().release()
     finally:
         first.release()
 
 
 def test_the_heartbeat_refreshes_lock_and_status(tmp_path, monkeypatch):
-    monkeypatch.setattr(lock_module, "BEAT_SECONDS", 0.02)
+    monkeypatch.setattr(directory_module, "BEAT_SECONDS", 0.02)
     run = RunDirectory(tmp_path / "r").create()
     before = run.write_status(state="running", step=1)["heartbeat"]
     with RunLock(run):

@@ -308,7 +308,7 @@ def test_a_second_signal_leaves_at_once(home: Path, tmp_path: Path) -> None:
 
 
 def test_a_child_that_does_not_stop_is_killed_after_its_grace() -> None:
-    code = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); from bessemer.job.child import *; "
+    code = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); from bessemer.job.process import *; "
     code += "end_with_parent(grace=0.1); print(1, flush=True); signal.pause()"
     process = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     assert process.stdin is not None and process.stdout is not None and process.stdout.readline() == b"1\n"

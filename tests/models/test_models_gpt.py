@@ -13,10 +13,9 @@ from jax.extend.core import jaxprs_in_params
 
 from bessemer.errors import InputError
 from bessemer.kernels.attention import attention
-from bessemer.models.bigram import hash_pairs
 from bessemer.models.gpt import GPT
-from bessemer.models.key_offset import attend_with_offset, shifted_channels
 from bessemer.models.paired_heads import attend_paired, interleave, separate
+from bessemer.models.previous_token import attend_with_offset, hash_pairs, shifted_channels
 from bessemer.models.shape import layer_windows, scan_segments
 from bessemer.registry import models
 

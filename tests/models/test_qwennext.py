@@ -11,7 +11,7 @@ import pytest
 from tests.models.test_llama import QUICK, assert_same, batch_of
 
 from bessemer.errors import InputError
-from bessemer.generate.prefix import Held, PrefixCache
+from bessemer.generate.request import Held, PrefixCache
 from bessemer.generate.speculate import Speculation
 from bessemer.models.qwennext import QwenNext
 from bessemer.topology import unbox

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from bessemer.data.tokenize.tool_calls import ToolCall
+from bessemer.data.tokenize.chat import ToolCall
 from bessemer.errors import InputError
 from bessemer.registry import environments
 from bessemer.rl.environments.base import Completion

@@ -13,9 +13,8 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from bessemer.optim import build_optimizer, state_shardings
-from bessemer.optim.moments import Packed, is_packed, pack_mean, pack_square, unpack
-from bessemer.optim.rounding import noise, noise_words
 from bessemer.optim.standard import AdamWSettings, LionSettings, SgdSettings
+from bessemer.optim.state import Packed, is_packed, noise, noise_words, pack_mean, pack_square, unpack
 
 SETTINGS = {"adamw": AdamWSettings, "lion": LionSettings, "sgd": SgdSettings}
 

@@ -26,7 +26,7 @@ from bessemer.optim.muon import (
     scale_by_muon,
     trapezoid,
 )
-from bessemer.optim.sharding import Spread
+from bessemer.optim.state import Spread
 from bessemer.topology import TopologySettings, make_topology
 
 

@@ -9,8 +9,8 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from bessemer.optim import build_optimizer
-from bessemer.optim.rounding import apply_updates, noise, noise_words, round_to_bfloat16
 from bessemer.optim.standard import AdamWSettings
+from bessemer.optim.state import apply_updates, noise, noise_words, round_to_bfloat16
 
 KEY = jax.random.key(7)
 PATH = ("block", "query")

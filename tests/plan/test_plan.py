@@ -18,11 +18,11 @@ from bessemer.errors import InputError
 from bessemer.optim import build_optimizer
 from bessemer.plan import make_plan, render, sample_curves, write_curves
 from bessemer.plan import trainer as planning
-from bessemer.plan.show import BLOCKS, sparkline
+from bessemer.plan.document import BLOCKS, sparkline
 from bessemer.plan.trainer import VOCABULARY, planned_trainer
 from bessemer.registry import schedules
 from bessemer.training import launch
-from bessemer.training.console.output import write_setup
+from bessemer.training.output import write_setup
 from bessemer.training.setup.microbatch import StepMemory
 from bessemer.training.setup.schema import schema_of
 

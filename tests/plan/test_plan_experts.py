@@ -10,11 +10,10 @@ from typing import Any
 
 import pytest
 
-from bessemer.plan.absent_plan import Planned, document, estimated
-from bessemer.plan.compiled import has_compiler
+from bessemer.plan.absent_plan import Planned, document, estimated, has_compiler
+from bessemer.plan.document import render_absent
 from bessemer.plan.estimate import Choice, Estimate, estimate
-from bessemer.plan.show import render_absent
-from bessemer.plan.target import parse_target
+from bessemer.plan.trainer import parse_target
 from bessemer.topology import AXES
 
 Cli = Callable[..., subprocess.CompletedProcess[str]]

@@ -12,8 +12,7 @@ import pytest
 from bessemer.plan import trainer as planning
 from bessemer.plan.absent_plan import estimated
 from bessemer.plan.collectives import Collective, Layout, collectives_of
-from bessemer.plan.target import parse_target
-from bessemer.plan.trainer import planned_trainer
+from bessemer.plan.trainer import parse_target, planned_trainer
 from bessemer.topology import AXES, make_topology
 from bessemer.training.feed import abstract_batch
 

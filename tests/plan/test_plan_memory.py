@@ -10,7 +10,7 @@ import pytest
 
 from bessemer.errors import InputError
 from bessemer.plan.absent_plan import Planned, estimated
-from bessemer.plan.target import parse_target
+from bessemer.plan.trainer import parse_target
 from bessemer.training import launch
 
 GIB = 2**30

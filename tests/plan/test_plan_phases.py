@@ -14,8 +14,7 @@ from bessemer.cli.plan import command
 from bessemer.config import recipe_names, resolve
 from bessemer.errors import InputError
 from bessemer.plan import trainer as planning
-from bessemer.plan.phases import planned_phases
-from bessemer.plan.trainer import planned_trainer
+from bessemer.plan.trainer import planned_phases, planned_trainer
 from bessemer.topology import make_topology
 from bessemer.training.setup.schema import schema_of
 

@@ -9,10 +9,9 @@ import pytest
 
 from bessemer.errors import InputError
 from bessemer.plan.absent_plan import Planned, document, estimated, make_sweep
-from bessemer.plan.build import make_plan
+from bessemer.plan.document import make_plan, render, render_absent
 from bessemer.plan.estimate import Choice, estimate
-from bessemer.plan.show import render, render_absent
-from bessemer.plan.target import parse_target
+from bessemer.plan.trainer import parse_target
 from bessemer.topology import AXES
 
 WORDS = ["model.depth=12", "architecture.scan_layers=true", "training.batch_size=64"]

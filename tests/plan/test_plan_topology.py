@@ -11,11 +11,10 @@ from typing import Any
 import pytest
 
 from bessemer.errors import InputError
-from bessemer.plan.absent_plan import document, estimated, make_absent_plan, make_sweep, tried
-from bessemer.plan.compiled import Compiled, has_compiler
+from bessemer.plan.absent_plan import Compiled, document, estimated, has_compiler, make_absent_plan, make_sweep, tried
+from bessemer.plan.document import render_absent
 from bessemer.plan.estimate import Choice, estimate, terms_of
-from bessemer.plan.show import render_absent
-from bessemer.plan.target import balanced, parse_target
+from bessemer.plan.trainer import balanced, parse_target
 from bessemer.topology import AXES
 
 GIB = 2**30

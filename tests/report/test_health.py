@@ -6,7 +6,7 @@ import pytest
 
 from bessemer.job import RunDirectory
 from bessemer.report import write_report
-from bessemer.report.health import judge_health
+from bessemer.report.summary import judge_health
 
 
 def judged(**metrics):

@@ -12,7 +12,7 @@ from tests.report.test_report_render import full_run
 
 from bessemer.cli.compare import command as compare
 from bessemer.cli.report import command as report
-from bessemer.report.html import reproduction, write_html
+from bessemer.report.pages import reproduction, write_html
 from bessemer.report.summary import summarize
 
 EVIL = "<script>alert(1)</script>"

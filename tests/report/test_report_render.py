@@ -9,8 +9,8 @@ from bessemer.console import compact, duration, size, table
 from bessemer.errors import InputError
 from bessemer.job import RunDirectory, RunLock
 from bessemer.report import baselines, summarize, write_report
-from bessemer.report.listing import comparison, remarks, run_rows, runs_table
 from bessemer.report.plots import _learning_rate, new_figure
+from bessemer.report.tables import comparison, remarks, run_rows, runs_table
 
 
 def full_run(root, name="full", lr=0.02):

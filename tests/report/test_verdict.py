@@ -11,7 +11,7 @@ import pytest
 from bessemer.errors import InputError
 from bessemer.job import RunDirectory
 from bessemer.report.summary import Summary
-from bessemer.report.verdict import compare_seeds, describe, judge, mean_and_spread, student_cdf
+from bessemer.report.tables import compare_seeds, describe, judge, mean_and_spread, student_cdf
 
 
 @pytest.mark.parametrize(

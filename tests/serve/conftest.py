@@ -17,7 +17,7 @@ from tests.tiny_run import random_params, tiny_model, tiny_tokenizer
 
 from bessemer.generate import Engine, EngineThread, LoadedModel
 from bessemer.serve.app import listen, make_server
-from bessemer.serve.conversation import template_of
+from bessemer.serve.chat import template_of
 from bessemer.serve.service import Service
 from bessemer.training.setup.compiled import keep_compiled_programs
 

@@ -16,8 +16,7 @@ from tests.tiny_run import make_run
 
 from bessemer.errors import InputError
 from bessemer.generate import Engine, LoadedModel, Sample, SamplingOptions
-from bessemer.serve.chat import GREETING, Chat, Repl, read_line
-from bessemer.serve.conversation import Transcript, Turns, remark, template_of
+from bessemer.serve.chat import GREETING, Chat, Repl, Transcript, Turns, read_line, remark, template_of
 
 GREEDY = SamplingOptions()
 DRAWN = SamplingOptions(temperature=1.0)

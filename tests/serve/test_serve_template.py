@@ -25,7 +25,7 @@ from bessemer.data.tokenize import templates
 from bessemer.data.tokenize.templates import Worker
 from bessemer.generate import Engine, EngineThread, LoadedModel
 from bessemer.interop.folder import import_folder
-from bessemer.serve.conversation import template_of
+from bessemer.serve.chat import template_of
 from bessemer.serve.service import Service
 
 FOR, END = "{% for x in range(99999) %}", "{% endfor %}"

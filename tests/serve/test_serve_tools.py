@@ -12,7 +12,7 @@ from tests.serve.conftest import Live
 
 from bessemer.data.tokenize.templates import ChatTemplate
 from bessemer.data.tokenize.tokenizer import Tokenizer
-from bessemer.serve.conversation import Foreign
+from bessemer.serve.chat import Foreign
 from bessemer.serve.net import ApiError
 from bessemer.serve.requests import Room, chat_ask
 

@@ -10,5 +10,5 @@ import pytest
 @pytest.fixture(scope="module", autouse=True)
 def _no_plots() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("bessemer.report.markdown.write_plots", lambda summary: [])
+        patch.setattr("bessemer.report.pages.write_plots", lambda summary: [])
         yield

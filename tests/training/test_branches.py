@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 from tests.training.test_training_resume import StopAt, assert_same, rows
 
-from bessemer.checkpoint.manifest import read_manifest, write_manifest
+from bessemer.checkpoint.files import read_manifest, write_manifest
 from bessemer.doctor import diagnose
 from bessemer.errors import InputError, Stopped
 from bessemer.job import RunDirectory
-from bessemer.training import api, launch
+from bessemer.training import launch
 from bessemer.training.persistence.checkpoints import read_branches
 
 pytestmark = pytest.mark.usefixtures("on_one_device")
@@ -194,7 +194,7 @@ def test_a_horizon_that_is_over_is_refused(done: Path) -> None:
 def test_one_horizon_replaces_another(short: dict[str, object], tmp_path: Path) -> None:
     settings = {key: value for key, value in short.items() if key != "training.steps"}
     launch.build_trainer("quickstart", {**settings, "training.tokens": 4 * 128}, name="a", root=tmp_path).run()
-    found = api.resume(tmp_path / "a", change=True, **{"training.steps": 5})
+    found = launch.resume(tmp_path / "a", change=True, **{"training.steps": 5})
     assert found.status["step"] == 5
     assert launch.reopen(tmp_path / "a").config["training/tokens"] is None
 

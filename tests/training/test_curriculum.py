@@ -14,10 +14,10 @@ from tests.training.test_training_resume import StopAt, assert_same, one_device,
 
 from bessemer.data import Sampling
 from bessemer.errors import InputError, Stopped, StorageError
-from bessemer.rl.curriculum import ByColumn, ByPassRate, build_curriculum
 from bessemer.rl.prompts import PromptPlan, PromptRows
 from bessemer.rl.rollout import Passes
-from bessemer.storage.artifacts import PASS_RATES
+from bessemer.rl.selection import ByColumn, ByPassRate, build_curriculum
+from bessemer.storage.files import PASS_RATES
 from bessemer.storage.weights import to_bytes
 from bessemer.training import launch
 

@@ -25,7 +25,7 @@ from tests.trust.test_foreign_run import called
 
 from bessemer.checkpoint import Checkpoints
 from bessemer.console import no_progress
-from bessemer.doctor.checks import Diagnosis, examine_checkpoints
+from bessemer.doctor import Diagnosis, examine_checkpoints
 from bessemer.errors import InputError, Stopped, StorageError
 from bessemer.evaluate import Evaluator
 from bessemer.generate import base as bases
@@ -35,7 +35,7 @@ from bessemer.interop.folder import Folder, import_folder
 from bessemer.job import RunDirectory
 from bessemer.models.lora import merge_adapters
 from bessemer.storage.weights import total
-from bessemer.training import api, launch
+from bessemer.training import launch
 
 TALKS = [{"text": f"The number is {n}. " * 4} for n in range(40)]
 
@@ -308,7 +308,7 @@ def test_loaded_sampled_evaluated_and_exported(finished: Any, original: Path, tm
     """Everything that reads the run gets base and adapters; the export is merged, in the base's dtype."""
     run, whole = finished.run_directory, finished.full_params()
     assert_equal(merge_adapters(load_model(run).params), whole)
-    assert isinstance(api.Run(run).sample("The number", max_tokens=3), str)
+    assert isinstance(launch.Run(run).sample("The number", max_tokens=3), str)
     assert np.isfinite(Evaluator.from_run(run, tasks=["loss"], limit=2).run()["loss"]["value"])
     export_run(run, tmp_path / "merged", "hf", no_progress)
     merged = Folder(tmp_path / "merged")

@@ -23,7 +23,7 @@ from bessemer.report.metrics import MetricsFile
 from bessemer.rl import sampler
 from bessemer.rl.prompts import end_ids
 from bessemer.rl.rewards import Rewards, RewardSpec
-from bessemer.storage.artifacts import ROLLOUT
+from bessemer.storage.files import ROLLOUT
 from bessemer.topology import TopologySettings, make_topology
 from bessemer.training import feed, launch
 

@@ -15,8 +15,7 @@ from tests.training.tiny_rl import build, grpo_settings
 from bessemer.data.rows.rows import COMPLETIONS
 from bessemer.errors import InputError, Stopped
 from bessemer.objectives.grpo import GrpoSettings, grpo
-from bessemer.rl.packing import pack_rows
-from bessemer.rl.rollout import completion_rows
+from bessemer.rl.rollout import completion_rows, pack_rows
 from bessemer.rl.sampler import Sampler
 from bessemer.topology import TopologySettings, make_topology
 from bessemer.training import launch

@@ -14,8 +14,8 @@ from tests.training.tiny_rl import grpo_settings
 
 from bessemer.errors import InputError, Stopped
 from bessemer.objectives.grpo import GrpoSettings
-from bessemer.rl.shaping import OVERLONG, overlong_penalty
-from bessemer.storage.artifacts import ROLLOUT
+from bessemer.rl.rewards import OVERLONG, overlong_penalty
+from bessemer.storage.files import ROLLOUT
 from bessemer.topology import TopologySettings, make_topology
 from bessemer.training import launch
 

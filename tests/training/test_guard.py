@@ -18,9 +18,8 @@ from tests.training.poison import INFINITE
 from bessemer.errors import Stopped, TrainingError
 from bessemer.topology import make_topology
 from bessemer.training import feed as fetching
-from bessemer.training import launch
+from bessemer.training import launch, output
 from bessemer.training.callbacks.base import Callback
-from bessemer.training.console import output
 from bessemer.training.persistence.checkpoints import saved_tree
 from bessemer.training.state import SpikeRule, fresh_statistics, judge
 

@@ -13,7 +13,7 @@ from tests.training.stops import StopAt
 from tests.training.test_training_processes import assert_same_run
 
 from bessemer.checkpoint import Checkpoints
-from bessemer.checkpoint.manifest import COMMIT
+from bessemer.checkpoint.files import COMMIT
 from bessemer.errors import InputError, Stopped, StorageError
 from bessemer.job import RunDirectory
 from bessemer.storage.remote import find, remove, upload

@@ -16,7 +16,7 @@ from tests.training.test_training_resume import StopAt, assert_same, rows
 from bessemer.errors import InputError, Stopped
 from bessemer.plan.trainer import planned_trainer
 from bessemer.rl.rollout import TOKEN_FIELDS, Rollout
-from bessemer.storage.artifacts import ROLLOUT
+from bessemer.storage.files import ROLLOUT
 from bessemer.training import launch
 
 pytestmark = pytest.mark.usefixtures("on_one_device")

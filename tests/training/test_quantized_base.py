@@ -25,7 +25,7 @@ from bessemer.interop.folder import Folder
 from bessemer.kernels.quantized import NF4, Quantized
 from bessemer.models.lora import Adapted, is_node
 from bessemer.storage import weights
-from bessemer.training import api, launch
+from bessemer.training import launch
 
 pytestmark = pytest.mark.usefixtures("on_one_device")
 original, text, finished_with = plain.original, plain.text, plain.finished_with
@@ -65,7 +65,7 @@ def test_loaded_sampled_and_evaluated_with_codes(finished: Any) -> None:
     params = load_model(run).params
     nodes = [leaf for leaf in jax.tree.leaves(params, is_leaf=is_node) if isinstance(leaf, Adapted)]
     assert len(nodes) == 14 and all(isinstance(node.w, NF4) for node in nodes)
-    assert isinstance(api.Run(run).sample("The number", max_tokens=3), str)
+    assert isinstance(launch.Run(run).sample("The number", max_tokens=3), str)
     assert np.isfinite(Evaluator.from_run(run, tasks=["loss"], limit=2).run()["loss"]["value"])
 
 

@@ -17,8 +17,8 @@ from bessemer.errors import InputError, Stopped
 from bessemer.generate import Result, Sample
 from bessemer.objectives.grpo import SampledSettings
 from bessemer.rl.prompts import Chosen, PromptPlan, PromptRows
-from bessemer.rl.resample import Groups, check_resampling, replace_flat
 from bessemer.rl.rollout import Passes
+from bessemer.rl.selection import Groups, check_resampling, replace_flat
 from bessemer.training import launch
 
 HERE = "tests.training.test_resample"

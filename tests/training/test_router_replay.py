@@ -21,7 +21,7 @@ from bessemer.models.moe import EXPERT_IDS, ROUTING, recorded
 from bessemer.rl import sampler
 from bessemer.rl.prompts import end_ids
 from bessemer.rl.rollout import Rollout, fit_routes
-from bessemer.storage.artifacts import ROLLOUT
+from bessemer.storage.files import ROLLOUT
 from bessemer.topology import TopologySettings, make_topology
 from bessemer.training import launch
 

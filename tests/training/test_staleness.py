@@ -23,7 +23,7 @@ from bessemer.report.metrics import MetricsFile
 from bessemer.rl.ahead import AheadOfTraining, Background, Sampled, check_ahead
 from bessemer.rl.rollout import FIELDS, TOKEN_FIELDS, Rollout
 from bessemer.rl.sampler import Laps, Sampler
-from bessemer.storage.artifacts import ROLLOUT, ROLLOUT_AHEAD
+from bessemer.storage.files import ROLLOUT, ROLLOUT_AHEAD
 from bessemer.training import launch
 
 HERE = "tests.training.test_staleness"

@@ -19,8 +19,8 @@ from tests.training.test_guard import guarded, quick  # noqa: F401 -- fixtures
 from bessemer.errors import InputError, Stopped
 from bessemer.training import launch
 from bessemer.training.callbacks.base import Callback
+from bessemer.training.callbacks.builtin import BINS
 from bessemer.training.callbacks.tracker import edges
-from bessemer.training.callbacks.watchers import BINS
 
 wandb = pytest.importorskip("wandb")
 accumulators = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")

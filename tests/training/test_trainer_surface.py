@@ -23,9 +23,8 @@ from bessemer.generate.decoder import GenerationResults
 from bessemer.objectives.kl import compares
 from bessemer.registry import evaluations
 from bessemer.topology import TopologySettings, make_topology
-from bessemer.training import launch
+from bessemer.training import display, launch
 from bessemer.training.callbacks.base import Callback
-from bessemer.training.console import progress
 from bessemer.training.setup.data import CollectFunction
 
 TEXTS = [f"the {n} red foxes and {n + 1} blue dogs run over the green hill near a river" for n in range(24)]
@@ -441,7 +440,7 @@ def test_log_metrics_takes_any_metrics(
     said: list[str] = []
     if kind == "tqdm":
         pytest.importorskip("tqdm")
-    bar = progress.make_progress(kind, Console(file=io.StringIO()), said.append, 10, "step")
+    bar = display.make_progress(kind, Console(file=io.StringIO()), said.append, 10, "step")
     ran[0].log_metrics(metrics, bar, 4)
     bar.close()
     ran[0].log_metrics(metrics, None, 4)

@@ -15,7 +15,7 @@ from bessemer.errors import InputError, Stopped, StorageError
 from bessemer.report.metrics import MetricsFile
 from bessemer.training import launch
 from bessemer.training.callbacks.base import Callback, Callbacks
-from bessemer.training.callbacks.watchers import Watchers, append_weights
+from bessemer.training.callbacks.builtin import Watchers, append_weights
 
 pytestmark = pytest.mark.usefixtures("on_one_device")
 

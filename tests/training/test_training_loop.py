@@ -17,12 +17,11 @@ from bessemer.errors import InputError, TrainingError
 from bessemer.report.summary import training_seconds
 from bessemer.topology import make_topology
 from bessemer.training import feed as fetching
-from bessemer.training import launch
+from bessemer.training import launch, output
 from bessemer.training import loop as loop_module
 from bessemer.training import metrics as report_module
 from bessemer.training.callbacks.base import Callback
 from bessemer.training.callbacks.builtin import MetricLogger
-from bessemer.training.console import output
 from bessemer.training.loop import Loop
 from bessemer.training.setup.horizon import report_interval
 

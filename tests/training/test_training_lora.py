@@ -19,14 +19,14 @@ from tests.training.test_training_resume import StopAt, assert_same, rows
 
 from bessemer.checkpoint import Checkpoints
 from bessemer.config.resolve import Config
-from bessemer.doctor.checks import Diagnosis, examine_checkpoints
+from bessemer.doctor import Diagnosis, examine_checkpoints
 from bessemer.errors import InputError, Stopped, StorageError
 from bessemer.generate.load import load_model
 from bessemer.job import RunDirectory
 from bessemer.models.lora import Adapted, merge_adapters
 from bessemer.topology import make_topology
 from bessemer.training import launch
-from bessemer.training.console.header import untrained_end
+from bessemer.training.display import untrained_end
 from bessemer.training.persistence import checkpoints
 
 Build = Callable[..., Any]

@@ -16,11 +16,11 @@ from tests.training.test_training_resume import assert_same, one_device, rows
 
 from bessemer.checkpoint import Checkpoints
 from bessemer.console import no_progress
-from bessemer.doctor.checks import Diagnosis, examine_checkpoints
+from bessemer.doctor import Diagnosis, examine_checkpoints
 from bessemer.errors import InputError, Stopped
 from bessemer.generate.export import export_run
 from bessemer.generate.load import load_model
-from bessemer.optim.moments import is_narrow
+from bessemer.optim.state import is_narrow
 from bessemer.storage.weights import WeightFile
 from bessemer.topology import TopologySettings, make_topology
 from bessemer.training import launch

@@ -14,9 +14,9 @@ from bessemer.console import wrapped
 from bessemer.errors import runnable
 from bessemer.job import RunDirectory
 from bessemer.registry import datasets, models, objectives
-from bessemer.training.console.output import Output, names_own_code, next_commands, reward_line
-from bessemer.training.console.progress import facts
+from bessemer.training.display import facts
 from bessemer.training.launch import build_trainer
+from bessemer.training.output import Output, names_own_code, next_commands, reward_line
 
 NOTE = "note       the same data 20 times: small corpora overfit, and validation gets worse while training goes on"
 

@@ -20,8 +20,8 @@ from bessemer.report import write_report
 from bessemer.scaling import fine_tuning_rate
 from bessemer.topology import make_topology
 from bessemer.training import launch
-from bessemer.training.console.header import shipped_rates
-from bessemer.training.console.output import write_setup
+from bessemer.training.display import shipped_rates
+from bessemer.training.output import write_setup
 from bessemer.training.setup import microbatch
 from bessemer.training.setup.compiled import check_step, planned_memory
 from bessemer.training.setup.data import CollatedRows

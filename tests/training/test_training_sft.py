@@ -19,10 +19,10 @@ from bessemer.data.tokenize import chat
 from bessemer.errors import Stopped
 from bessemer.generate import load_model
 from bessemer.report.metrics import MetricsFile
-from bessemer.serve.conversation import Exchange, Foreign, template_of
+from bessemer.serve.chat import Exchange, Foreign, template_of
 from bessemer.topology import TopologySettings, make_topology
 from bessemer.training import launch
-from bessemer.training.console.header import supervision
+from bessemer.training.display import supervision
 from bessemer.training.validation import _documents
 
 pytestmark = pytest.mark.usefixtures("on_one_device")

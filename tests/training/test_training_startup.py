@@ -14,14 +14,14 @@ import pytest
 from tests.conftest import words
 
 from bessemer.training import launch
-from bessemer.training.console.progress import StartUp
+from bessemer.training.display import StartUp
 from bessemer.training.setup.compiled import Programs
 
 
 def test_laps_add_up_and_end_with_the_first_step(monkeypatch: pytest.MonkeyPatch) -> None:
     moments = iter([100.0, 102.0, 105.0, 105.5])  # made, and the end of each lap
     clock = SimpleNamespace(monotonic=lambda: next(moments))
-    monkeypatch.setattr("bessemer.training.console.progress.time", clock)
+    monkeypatch.setattr("bessemer.training.display.time", clock)
     startup = StartUp()
     startup.lap("data")
     startup.lap("compile")

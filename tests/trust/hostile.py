@@ -11,7 +11,7 @@ from pathlib import Path
 from tests.interop.tiny_hf import foreign_tokenizer
 from tests.tiny_run import make_run
 
-from bessemer.checkpoint.manifest import COMMIT, read_manifest, write_manifest
+from bessemer.checkpoint.files import COMMIT, read_manifest, write_manifest
 from bessemer.job import RunDirectory
 
 SECRET = "AKIA-not-for-you"

@@ -26,7 +26,7 @@ from bessemer.data import Tokenizer
 from bessemer.generate import Engine, EngineThread, LoadedModel
 from bessemer.job import RunDirectory
 from bessemer.serve.app import make_app as serve_app
-from bessemer.serve.conversation import template_of
+from bessemer.serve.chat import template_of
 from bessemer.serve.service import Service
 
 EXPECTED_ENDS = (0, 2, 3, 4)

@@ -21,11 +21,16 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from bessemer.checkpoint.arrays import SILENCE, STORAGE_FAILURES, ArrayWriter, explain, quiet, read_arrays
-from bessemer.checkpoint.manifest import (
+from bessemer.checkpoint.files import (
     COMMIT,
     META,
+    SILENCE,
+    STORAGE_FAILURES,
+    ArrayWriter,
     content_problems,
+    explain,
+    quiet,
+    read_arrays,
     read_manifest,
     structure_problems,
     write_manifest,

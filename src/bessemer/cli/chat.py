@@ -48,8 +48,7 @@ def command(
 
     from bessemer.generate import Engine, SamplingOptions
     from bessemer.job import find_run
-    from bessemer.serve.chat import Chat, Repl, read_line
-    from bessemer.serve.conversation import PREPARING, remark, template_of
+    from bessemer.serve.chat import PREPARING, Chat, Repl, read_line, remark, template_of
 
     chosen = secrets.randbits(32) if seed is None else seed
     template = options.pop("template")

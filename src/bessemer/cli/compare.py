@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from bessemer.cli.candidates import complete_run
+from bessemer.cli.completion import complete_run
 from bessemer.cli.options import RUNS, print_notes
 from bessemer.errors import InputError
 
@@ -48,10 +48,9 @@ def command(
       bessemer compare one two three --out curves.png --against flops
     """
     from bessemer.job import find_run
-    from bessemer.report.listing import comparison, labels_of
     from bessemer.report.plots import write_overlay
     from bessemer.report.summary import summarize
-    from bessemer.report.verdict import compare_seeds
+    from bessemer.report.tables import compare_seeds, comparison, labels_of
 
     if len(runs) < 2:
         raise InputError("compare needs at least two runs.")
@@ -71,7 +70,7 @@ def command(
 def on_common_text(summaries: Sequence[Summary], labels: Sequence[str], limit: int | None) -> str:
     """Return a table of every model's bits per byte on the held-out text of every run; equal texts share a row."""
     from bessemer.console import counted, size, table, with_error
-    from bessemer.evaluate.held_out import held_out_documents, measure_on
+    from bessemer.evaluate.bpb import held_out_documents, measure_on
     from bessemer.generate import load_model
     from bessemer.training.setup.compiled import keep_compiled_programs
 

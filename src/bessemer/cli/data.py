@@ -87,7 +87,7 @@ def inspect(directory: str, as_json: bool, verify: bool) -> None:
       bessemer data inspect data/mine --json
       bessemer data inspect data/mine --verify
     """
-    from bessemer.data.rows.store import describe_store
+    from bessemer.data.rows.rows import describe_store
 
     facts = describe_store(directory, verify)
     if as_json:

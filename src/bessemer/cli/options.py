@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import click
 from click.core import ParameterSource
 
-from bessemer.cli.candidates import complete_run, complete_settings, complete_words
+from bessemer.cli.completion import complete_run, complete_settings, complete_words
 from bessemer.config import Schema, is_shipped_recipe, slashed
 from bessemer.config.aliases import VALUE, Answer, answer, choices, together
 from bessemer.errors import InputError

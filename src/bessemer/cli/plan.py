@@ -90,7 +90,7 @@ def elsewhere(
 
     jax.config.update("jax_platforms", "cpu")  # the hardware is not here, and nothing is computed
     from bessemer.plan.absent_plan import make_absent_plan, make_sweep
-    from bessemer.plan.show import render_absent
+    from bessemer.plan.document import render_absent
     from bessemer.topology import keep_stdout_clean
 
     keep_stdout_clean()  # compilers print where they like
@@ -110,7 +110,7 @@ def show(
     render: Callable[[dict[str, Any]], str],
 ) -> None:
     """Print the plan of a run, or of every phase of a job. make: (phase or "", recipe, overrides) -> plan."""
-    from bessemer.plan.phases import planned_phases
+    from bessemer.plan.trainer import planned_phases
 
     phases = planned_phases(recipe, overrides)
     if not phases:

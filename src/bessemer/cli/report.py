@@ -25,6 +25,6 @@ def command(run: str, html: bool, root: str) -> None:
     found = find_run(run, root)
     click.echo(str(write_report(found)))
     if html:
-        from bessemer.report.html import write_html
+        from bessemer.report.pages import write_html
 
         click.echo(str(write_html(found)))

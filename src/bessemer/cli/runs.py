@@ -27,7 +27,7 @@ def command(directory: str, as_json: bool) -> None:
       bessemer runs
       bessemer runs /data/runs --json
     """
-    from bessemer.report.listing import remarks, run_rows, runs_table
+    from bessemer.report.tables import remarks, run_rows, runs_table
 
     if not Path(directory).is_dir() and directory != "runs":
         raise InputError(f"there is no directory {directory}. Pass the directory that holds the runs.")

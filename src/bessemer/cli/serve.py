@@ -62,7 +62,7 @@ def command(
     from bessemer.generate.adapters import Served, load_several
     from bessemer.job import find_run
     from bessemer.serve.app import ServerOptions, serve
-    from bessemer.serve.conversation import remark, template_of
+    from bessemer.serve.chat import remark, template_of
     from bessemer.serve.net import TOKEN_VARIABLE, read_token
     from bessemer.training.setup.compiled import keep_compiled_programs
 

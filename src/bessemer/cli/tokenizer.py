@@ -33,8 +33,7 @@ def train(files: tuple[str, ...], out: str, vocab_size: int, text_key: str | Non
       bessemer tokenizer train texts/ -o tokenizer --vocab-size 8192
       bessemer tokenizer train one.jsonl two.parquet -o tokenizer --vocab-size 8192 --text-key content
     """
-    from bessemer.data.stores.catalog import find_source
-    from bessemer.data.stores.tokenizers import sample_texts
+    from bessemer.data.stores.catalog import find_source, sample_texts
     from bessemer.data.tokenize.tokenizer import Tokenizer
 
     tokenizer = Tokenizer.train(sample_texts([find_source(name) for name in files], text_key), vocab_size)

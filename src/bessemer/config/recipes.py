@@ -344,7 +344,7 @@ class Recipe:
 
 
 def recipe_directory() -> Path:
-    return Path(str(resources.files("bessemer.recipes")))
+    return Path(str(resources.files("bessemer") / "recipes"))
 
 
 def recipe_names() -> list[str]:

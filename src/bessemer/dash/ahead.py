@@ -16,8 +16,7 @@ from pathlib import Path
 
 from bessemer.dash.files import Folder, Gone
 from bessemer.dash.metrics import DISK, RunMetrics, cache_file, kept_bytes, used_bytes
-from bessemer.job.child import when_input_ends
-from bessemer.job.process import module_command, module_environment
+from bessemer.job.process import module_command, module_environment, when_input_ends
 
 LONG = 4 << 20  # bytes of metrics.jsonl: less takes under 0.1 seconds to read
 BEHIND = 0.5  # unread share of a file from which a process pays off

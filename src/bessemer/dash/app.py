@@ -30,15 +30,24 @@ from starlette.routing import Route
 
 from bessemer import __version__
 from bessemer.dash.ahead import Ahead
+from bessemer.dash.charts import (
+    AXES,
+    LONGEST_NAME,
+    MOST_POINTS,
+    MOST_SMOOTHING,
+    Distributions,
+    View,
+    charts_of,
+    curve,
+    points_of,
+)
 from bessemer.dash.files import Folder, Gone, parsed
 from bessemer.dash.metrics import Index
 from bessemer.dash.processes import Actions, Models
 from bessemer.dash.runs import Runs, plain
-from bessemer.dash.series import AXES, MOST_POINTS, MOST_SMOOTHING, View, charts_of, curve, points_of
-from bessemer.dash.weights import LONGEST_NAME, Distributions
 from bessemer.errors import BessemerError, InputError
 from bessemer.job import RunDirectory
-from bessemer.report.health import judge_health
+from bessemer.report.summary import judge_health
 from bessemer.serve.net import (
     BACKLOG,
     ApiError,

@@ -149,7 +149,7 @@ class Model:
         self.port: int | None = None
         self._said: deque[str] = deque(maxlen=20)
         self._news = threading.Event()
-        words = module_command("bessemer.job.child", "serve", path, "--port", "0", "--slots", "4")
+        words = module_command("bessemer.job.process", "serve", path, "--port", "0", "--slots", "4")
         words += ["--queue", "16", "--timeout", str(ANSWER_SECONDS)]
         words += [] if step is None else ["--step", str(step)]
         variables = module_environment(XLA_PYTHON_CLIENT_PREALLOCATE="false")

@@ -11,7 +11,6 @@ from typing import Any
 from bessemer.dash.files import MOST_BYTES, Folder, Gone, Remembered, parsed
 from bessemer.job import RunDirectory
 from bessemer.job.directory import step_of_name
-from bessemer.report.listing import differing_settings
 from bessemer.report.summary import (
     ALL_STEPS,
     OLDER_NAMES,
@@ -22,6 +21,7 @@ from bessemer.report.summary import (
     headline,
     is_number,
 )
+from bessemer.report.tables import differing_settings
 
 NEWEST = {
     "loss": "loss_smooth",

@@ -3,18 +3,23 @@
 Nothing here imports JAX: preparation workers stay small, and batches are plain host arrays.
 """
 
-from bessemer.data.plan.batches import BatchPlan, DataPlan, Validation, key_of, permute
+from bessemer.data.plan.batches import BatchPlan, DataPlan, Prefetcher, Validation, key_of, permute
 from bessemer.data.plan.mixture import Sampling, check_mixture, shares_of
-from bessemer.data.plan.prefetch import Prefetcher
 from bessemer.data.rows.build import make_rows, store_of
-from bessemer.data.rows.rows import Batch, DatasetStyle, Rows
-from bessemer.data.rows.store import ArrayStore, Store, TokenStore
-from bessemer.data.settings import DataSettings, data_root
+from bessemer.data.rows.rows import ArrayStore, Batch, DatasetStyle, Rows, Store, TokenStore
 from bessemer.data.sources.files import Documents, Files, find_files
-from bessemer.data.stores.catalog import find_source, open_dataset, open_store, rows_of
+from bessemer.data.stores.catalog import (
+    DataSettings,
+    data_root,
+    find_source,
+    open_dataset,
+    open_store,
+    rows_of,
+    tokenizer_for,
+    tokenizer_on,
+)
 from bessemer.data.stores.prepare import StoreInfo, prepare
 from bessemer.data.stores.shards import Progress, show_progress
-from bessemer.data.stores.tokenizers import tokenizer_for, tokenizer_on
 from bessemer.data.tokenize.tokenizer import SPECIAL_TOKENS, Tokenizer
 
 __all__ = [

@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from bessemer.errors import InputError
-from bessemer.evaluate.bundle import read_bundle
-from bessemer.evaluate.tasks import run_task
+from bessemer.evaluate.tasks import read_bundle, run_task
 from bessemer.generate import LoadedModel
 from bessemer.registry import evaluations
 

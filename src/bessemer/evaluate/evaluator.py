@@ -15,7 +15,7 @@ import jax
 
 from bessemer import console
 from bessemer.errors import InputError, did_you_mean
-from bessemer.evaluate.bundle import SUFFIXES, evaluate_task, is_task_file, read_task
+from bessemer.evaluate.tasks import SUFFIXES, evaluate_task, is_task_file, read_task
 from bessemer.generate import LoadedModel, load_model
 from bessemer.job import BasicJob, ExecutionSpec, RunDirectory
 from bessemer.registry import evaluations

@@ -11,9 +11,8 @@ from typing import Any
 from bessemer import console
 from bessemer.data.tokenize.chat import conversation_of
 from bessemer.errors import InputError
-from bessemer.evaluate.bundle import is_task_file, read_rows
-from bessemer.evaluate.generative import engine_for
-from bessemer.evaluate.scoring import check_batch
+from bessemer.evaluate.scoring import check_batch, engine_for
+from bessemer.evaluate.tasks import is_task_file, read_rows
 from bessemer.generate import LoadedModel, Request
 from bessemer.generate.text import prompt_ids, turn_ends
 from bessemer.models.protocol import Decoding

@@ -7,9 +7,8 @@ import random
 from typing import Any
 
 from bessemer.errors import InputError
-from bessemer.evaluate.bundle import evaluate_task, read_rows
-from bessemer.evaluate.generative import GENERATIVE
-from bessemer.evaluate.tasks import Task
+from bessemer.evaluate.scoring import GENERATIVE
+from bessemer.evaluate.tasks import Task, evaluate_task, read_rows
 from bessemer.generate import LoadedModel
 from bessemer.registry import evaluations
 

@@ -26,7 +26,7 @@ import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
 
 from bessemer.checkpoint import Checkpoints
-from bessemer.checkpoint.arrays import STORAGE_FAILURES, explain, quiet, read_arrays
+from bessemer.checkpoint.files import STORAGE_FAILURES, explain, quiet, read_arrays
 from bessemer.checkpoint.store import STATE
 from bessemer.config.bounded import read_json
 from bessemer.errors import InputError, StorageError

@@ -26,8 +26,20 @@ from bessemer.data.tokenize.tokenizer import Tokenizer
 from bessemer.errors import InputError
 from bessemer.generate.decoder import SMALLEST, bucket, check_tokens, end_tokens
 from bessemer.generate.load import LoadedModel, check_scores
-from bessemer.generate.prefix import Held, Prefix, PrefixCache, continued_width
-from bessemer.generate.request import TOP, Event, Handle, QueueFull, Ranking, Request, Result, Sample
+from bessemer.generate.request import (
+    TOP,
+    Event,
+    Handle,
+    Held,
+    Prefix,
+    PrefixCache,
+    QueueFull,
+    Ranking,
+    Request,
+    Result,
+    Sample,
+    continued_width,
+)
 from bessemer.generate.rows import STOPS, Admission, Asked, Output, Slots, looks, stop_table
 from bessemer.generate.sampling import Filters, SamplingOptions, Way, way_of
 from bessemer.generate.speculate import Speculation, acceptance, speculate_block

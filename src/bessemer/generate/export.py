@@ -28,16 +28,14 @@ from bessemer.generate.load import (
     tokenizer_in,
 )
 from bessemer.interop.config import TreeArrays
-from bessemer.interop.export_hf import export_folder, make_empty
-from bessemer.interop.folder import is_folder
+from bessemer.interop.folder import export_folder, is_folder, make_empty
 from bessemer.interop.peft import export_adapters
 from bessemer.job import RunDirectory
 from bessemer.models.llama import Llama
 from bessemer.models.lookup import allocation_of
 from bessemer.models.lora import merge_adapters
 from bessemer.models.protocol import new_parameters
-from bessemer.storage.artifacts import ALLOCATION
-from bessemer.storage.files import storage
+from bessemer.storage.files import ALLOCATION, storage
 from bessemer.storage.weights import OURS, Arrays, flatten, total, write_file
 
 

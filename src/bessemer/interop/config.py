@@ -12,12 +12,11 @@ import numpy as np
 
 from bessemer.config import declared, dotted
 from bessemer.errors import InputError
-from bessemer.interop.bitsandbytes import check_method
-from bessemer.interop.mxfp4 import is_mxfp4
-from bessemer.models.hf_types import HFType, Layout, layer_types
+from bessemer.interop.four_bit import check_method, is_mxfp4
 from bessemer.models.llama import ROPE_TYPES, Llama
 from bessemer.models.moe import AXES as STACKS
 from bessemer.models.moe import ROUTER
+from bessemer.models.protocol import HFType, Layout, layer_types
 from bessemer.models.transformer import MOST_LAYERS
 from bessemer.registry import hf_types
 from bessemer.storage.weights import Signature

@@ -19,8 +19,7 @@ import numpy as np
 
 from bessemer.errors import InputError, StorageError
 from bessemer.interop.config import MATRICES, HFConfig, Tensor, their_name, type_of
-from bessemer.interop.export_hf import make_empty
-from bessemer.interop.folder import FLOATS, read_object
+from bessemer.interop.folder import FLOATS, make_empty, read_object
 from bessemer.job import RunDirectory
 from bessemer.job.trust import FILE, Request, check_folder, is_harmful
 from bessemer.models.llama import Llama

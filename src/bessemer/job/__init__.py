@@ -1,6 +1,6 @@
 """What a run is: its directory, its status, its lock, and the jobs that work in it."""
 
-from bessemer.job.directory import GIVEN, RunDirectory, check_run_name
+from bessemer.job.directory import GIVEN, RunDirectory, RunLock, check_run_name
 from bessemer.job.jobs import (
     BasicJob,
     CheckpointedJob,
@@ -10,7 +10,6 @@ from bessemer.job.jobs import (
     Snapshot,
     is_path,
 )
-from bessemer.job.lock import RunLock
 from bessemer.job.runs import find_run
 
 __all__ = [

@@ -10,8 +10,7 @@ from typing import Any
 from bessemer.config.aliases import on_hub
 from bessemer.config.recipes import read_yaml
 from bessemer.errors import InputError, did_you_mean
-from bessemer.job.directory import RunDirectory
-from bessemer.job.lock import RunLock
+from bessemer.job.directory import RunDirectory, RunLock
 from bessemer.job.trust import check_links
 from bessemer.storage.files import discard, storage
 

@@ -7,7 +7,7 @@ The parent never imports jax, which would take a GPU's memory. How a group ends:
     anything else   a lost process: the others are stopped and all resume from the last checkpoint, --restarts times
 
 Children have sessions of their own, so Ctrl-C in the terminal reaches the launcher alone, which forwards it once. Their
-standard input is a pipe from the launcher: when that closes, they stop by themselves (job/child.py).
+standard input is a pipe from the launcher: when that closes, they stop by themselves (job/process.py).
 """
 
 from __future__ import annotations
@@ -329,7 +329,7 @@ class Group:
                 output.flush()
                 begun_at = output.tell()
             process = subprocess.Popen(
-                module_command("bessemer.job.child", *words),
+                module_command("bessemer.job.process", *words),
                 env={**environment, "PYTHONUNBUFFERED": "1", **own},
                 stdin=subprocess.PIPE,
                 stdout=output,

@@ -19,7 +19,7 @@ from flax import linen as nn
 
 from bessemer.config.bounded import parse_json
 from bessemer.errors import InputError, StorageError
-from bessemer.storage.artifacts import ALLOCATION
+from bessemer.storage.files import ALLOCATION
 
 
 def compute_lzw_allocation(

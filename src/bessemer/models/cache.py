@@ -34,7 +34,7 @@ class Cache:
     last: Array  # (B, 1) int32: the last token, for bigrams, NONE before the first; (B, 0) in a model without them
     empty: bool = struct.field(pytree_node=False, default=False)  # known while tracing: no row holds anything yet
     states: tuple[tuple[Array, ...], ...] = ()  # of recurrent layers, in order; a row's follow from all of its tokens
-    spare: int = struct.field(pytree_node=False, default=0)  # slots of a layer beyond its tokens (key_offset.py)
+    spare: int = struct.field(pytree_node=False, default=0)  # slots of a layer beyond its tokens (previous_token.py)
 
     @property
     def capacity(self) -> int:

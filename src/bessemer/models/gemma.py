@@ -18,8 +18,8 @@ import jax.numpy as jnp
 from jax import Array
 
 from bessemer.config import field
-from bessemer.models.hf_types import BEFORE, ConfigReader, HFType, layer_types
 from bessemer.models.llama import LayerOptions, Llama
+from bessemer.models.protocol import BEFORE, ConfigReader, HFType, layer_types
 from bessemer.models.transformer import require
 from bessemer.registry import hf_types, models
 

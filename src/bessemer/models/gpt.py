@@ -19,7 +19,6 @@ from bessemer.kernels.feed_forward import joins_on_chip
 from bessemer.kernels.fp8 import SCALINGS
 from bessemer.kernels.norms import choose_kernels
 from bessemer.models.allocation import check_rows
-from bessemer.models.bigram import ROWS_MULTIPLE, BigramSettings, add_bigrams
 from bessemer.models.cache import NONE, Cache
 from bessemer.models.dense_connections import ConnectionParameters, connect
 from bessemer.models.layers import (
@@ -39,6 +38,7 @@ from bessemer.models.lookup import AXES as LOOKUP_AXES
 from bessemer.models.lookup import LookupOptions, LookupParameters, LookupSettings, lookup_layer, with_lookup
 from bessemer.models.moe import ExpertSettings, Stats, add_stats, no_stats
 from bessemer.models.pipeline import Rows, Stack, run_stack
+from bessemer.models.previous_token import ROWS_MULTIPLE, BigramSettings, add_bigrams
 from bessemer.models.shape import Shape, layer_windows
 from bessemer.models.transformer import AttendAt, Tokens, Transformer, require
 from bessemer.registry import models

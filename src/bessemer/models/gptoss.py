@@ -5,7 +5,7 @@
     expert      W_down ((up + 1) · gate · sigmoid(α gate)) + b_down,  gate = min(g, limit), up = clip(u, ±limit)
 
 g and u are the even and the odd columns of one stack, expert_gate_up (E, D, 2F), as files hold it. Files in MXFP4 are
-dequantized when they are read (interop/mxfp4.py).
+dequantized when they are read (interop/four_bit.py).
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ import jax.numpy as jnp
 from jax import Array
 
 from bessemer.config import field
-from bessemer.models.hf_types import ConfigReader, HFType, layer_types
 from bessemer.models.llama import BIASES, ROPE_TYPES, Llama, Vector
 from bessemer.models.mixtral import read_experts, write_experts
 from bessemer.models.moe import BALANCES, BIAS_AXES, LOGIT_BIAS, SCORES, Routing
+from bessemer.models.protocol import ConfigReader, HFType, layer_types
 from bessemer.models.transformer import require
 from bessemer.registry import hf_types, models
 from bessemer.topology.rules import shards

@@ -6,7 +6,7 @@ Weighted norms, SwiGLU, rotary with scalings.
 
 Matrices are stored (fan_in, fan_out), blocks_0/q, blocks_0/k, …, as in GPT. A related family is a subclass in a file of
 its own: it overrides `norm_sizes`, `vector_sizes`, `ropes`, `_layer_options` or `_embed`, and registers its model_types
-(hf_types.py).
+(protocol.py).
 """
 
 from __future__ import annotations
@@ -28,7 +28,6 @@ from bessemer.config import field
 from bessemer.kernels import ops
 from bessemer.kernels.ops import Axes, rows_of_table
 from bessemer.models.cache import Cache
-from bessemer.models.hf_types import HFType
 from bessemer.models.layers import AXES as MATRIX_AXES
 from bessemer.models.layers import After, Attend, Step, Stream, attend_heads, declare, declare_experts
 from bessemer.models.lora import project_all, with_keys
@@ -46,6 +45,7 @@ from bessemer.models.moe import (
     routed_feed_forward,
 )
 from bessemer.models.pipeline import Rows, Stack, run_stack
+from bessemer.models.protocol import HFType
 from bessemer.models.shape import Shape, round_up
 from bessemer.models.transformer import AttendAt, Tokens, Transformer, require
 from bessemer.registry import hf_types, models

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from bessemer.models.hf_types import ConfigReader, HFType
 from bessemer.models.llama import Llama
 from bessemer.models.moe import MOST_EXPERTS
+from bessemer.models.protocol import ConfigReader, HFType
 from bessemer.registry import hf_types
 
 QWEN_NAMES = {

@@ -11,8 +11,8 @@ from __future__ import annotations
 from typing import Any
 
 from bessemer.config import field
-from bessemer.models.hf_types import BEFORE, ConfigReader, HFType, layer_types
 from bessemer.models.llama import Llama
+from bessemer.models.protocol import BEFORE, ConfigReader, HFType, layer_types
 from bessemer.registry import hf_types, models
 
 LOCAL_BASE = 500_000.0

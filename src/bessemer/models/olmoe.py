@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from bessemer.config import field
-from bessemer.models.hf_types import ConfigReader, HFType
 from bessemer.models.llama import Llama
 from bessemer.models.mixtral import QWEN_NAMES, read_experts, write_experts
 from bessemer.models.moe import BALANCES, SCORES
+from bessemer.models.protocol import ConfigReader, HFType
 from bessemer.registry import hf_types, models
 
 

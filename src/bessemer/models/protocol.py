@@ -1,18 +1,28 @@
 """What a model must provide (`Model`), what it may provide (the protocols), and the base of models of your own.
 
 A capability is asked for with isinstance: `isinstance(model, Decoding)` is true of any model that has the methods.
+
+For each model_type of Hugging Face, a family registers one `HFType` in the file that holds its model. It tells
+`interop` about its config.json and the names of its weights:
+
+    hf_types.register("olmo2")(HFType("Olmo2ForCausalLM", "olmo", read=…, write=…, says=…, norms=…))
+
+`interop` reads and writes what all of them share: sizes, the rotary table, tokens, the names of matrices.
 """
 
 from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from dataclasses import field as plain_field
 from typing import Any, Protocol, runtime_checkable
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 
 from bessemer.config import field
@@ -288,3 +298,82 @@ def _kind(path: str, shape: tuple[int, ...]) -> str:
     if len(shape) < 2:
         return "scalar"
     return "embedding" if "embed" in path.lower() else "matrix"
+
+
+# --- model_types of Hugging Face ---
+
+
+class ConfigReader(Protocol):
+    """A config.json whose values are checked as they are read (interop.config.HFConfig)."""
+
+    values: Mapping[str, Any]
+
+    @property
+    def kind(self) -> str: ...
+    def refuse(self, key: str, problem: str) -> InputError: ...
+    def whole(self, key: str, default: Any = ..., *, least: int = 1, most: int = ...) -> Any: ...
+    def real(self, key: str, default: Any = ...) -> Any: ...
+    def flag(self, key: str, default: bool = False) -> bool: ...
+    def sliding(self, depth: int, default: Sequence[bool]) -> dict[str, Any]: ...
+
+
+def nothing(*_: Any) -> dict[str, Any]:
+    """Return no settings, no keys: a type that has only what all types have."""
+    return {}
+
+
+BEFORE = {
+    "attention_norm": "input_layernorm",
+    "mlp_norm": "post_attention_layernorm",
+    "q_norm": "self_attn.q_norm",
+    "k_norm": "self_attn.k_norm",
+}
+"""Names of the norms of a layer whose norms come before attention and feed-forward."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How files hold a parameter. shape: ours → theirs; to_ours, to_theirs: of arrays."""
+
+    shape: Callable[[tuple[int, ...]], tuple[int, ...]]
+    to_ours: Callable[[np.ndarray], np.ndarray]
+    to_theirs: Callable[[np.ndarray], np.ndarray]
+
+
+@dataclass(frozen=True)
+class HFType:
+    """One model_type.
+
+    defaults: values of keys that a config.json may leave out, as transformers has them; activation: the key of the
+    feed-forward's activation and the one value it may have; norms: our name of a layer's norm → theirs; rotary: the
+    default bases of full and of sliding layers, for a type whose sliding layers have a rotary table of their own;
+    experts: our names of a layer's router and stacks → theirs, {} standing for the number of the expert; whole: our
+    names of parameters of a layer that files hold in our layout, stacks in one tensor → their full names; layouts:
+    those of them that files hold in a third one; matrices: our names of further matrices → theirs; partial_rotary:
+    positions may turn a part of each head; text_of: the multi-modal model_type that holds this one in `text_config`;
+    left_out: beginnings of the names of tensors that are not read → what they are.
+    read: (config.json, layers) → settings beyond the common ones; write: model → keys beyond the common ones;
+    says: model → setting → whether a config.json of this type can say it.
+    """
+
+    architecture: str
+    family: str
+    defaults: Mapping[str, Any] = plain_field(default_factory=dict)
+    activation: tuple[str, str] = ("hidden_act", "silu")
+    norms: Mapping[str, str] = plain_field(default_factory=lambda: BEFORE)
+    rotary: tuple[float, float] | None = None
+    experts: Mapping[str, str] = plain_field(default_factory=dict)
+    whole: Mapping[str, str] = plain_field(default_factory=dict)
+    layouts: Mapping[str, Layout] = plain_field(default_factory=dict)
+    matrices: Mapping[str, str] = plain_field(default_factory=dict)
+    partial_rotary: bool = False
+    text_of: str = ""
+    left_out: Mapping[str, str] = plain_field(default_factory=dict)
+    read: Callable[[ConfigReader, int], dict[str, Any]] = nothing
+    write: Callable[[Any], dict[str, Any]] = nothing
+    says: Callable[[Any], dict[str, bool]] = nothing
+
+
+def layer_types(windows: Sequence[int | None]) -> list[str]:
+    """Return `layer_types` of a config.json for layers with these windows."""
+    return ["full_attention" if window is None else "sliding_attention" for window in windows]

@@ -29,7 +29,6 @@ from bessemer.config import field
 from bessemer.kernels.delta_rule import gated_delta_rule, last_inputs, short_convolution
 from bessemer.kernels.ops import Axes, linear
 from bessemer.models.cache import Cache
-from bessemer.models.hf_types import BEFORE, ConfigReader, HFType, Layout
 from bessemer.models.layers import Attend, attend_heads, declare
 from bessemer.models.llama import (
     AXES,
@@ -50,6 +49,7 @@ from bessemer.models.llama import (
 from bessemer.models.lora import project
 from bessemer.models.mixtral import QWEN_NAMES, read_experts, write_experts
 from bessemer.models.moe import BALANCES, SCORES, SHARED_GATE
+from bessemer.models.protocol import BEFORE, ConfigReader, HFType, Layout
 from bessemer.models.transformer import require
 from bessemer.registry import hf_types, models
 from bessemer.topology.rules import constrain, shards

@@ -26,11 +26,11 @@ from bessemer.kernels.norms import choose_kernels
 from bessemer.losses.cross_entropy import Projection, cross_entropy, soft_cap, target_weights
 from bessemer.losses.further_tokens import join_further
 from bessemer.models.cache import Cache, begin, empty_cache, held_positions, unwrite, write
-from bessemer.models.key_offset import attend_with_offset, leave_waiting, offset_keys, unwrite_offset, waiting_key
 from bessemer.models.layers import TENSOR_NAMES, Attend, remat_names
 from bessemer.models.lora import drops
 from bessemer.models.moe import APART, CHOSEN, EXPERT_IDS, ROUTING, Stats, Watch, router_sums
 from bessemer.models.paired_heads import attend_paired, attend_paired_cache, paired_window
+from bessemer.models.previous_token import attend_with_offset, leave_waiting, offset_keys, unwrite_offset, waiting_key
 from bessemer.models.protocol import Batch, Model
 from bessemer.models.shape import Shape, round_up
 from bessemer.topology.chips import backend

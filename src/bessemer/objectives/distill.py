@@ -10,7 +10,7 @@ from jax import Array
 from bessemer.config import field
 from bessemer.losses.cross_entropy import target_weights
 from bessemer.losses.distillation import TopTokens, distillation_loss
-from bessemer.objectives.base import Apply, Batch, Sums, run_model
+from bessemer.objectives import Apply, Batch, Sums, run_model
 from bessemer.objectives.grpo import TOKENS, SampledSettings
 from bessemer.registry import objectives
 

@@ -29,7 +29,7 @@ from bessemer.data.rows.rows import COMPLETIONS
 from bessemer.errors import InputError
 from bessemer.losses.exact_scores import exact_scores, value_of
 from bessemer.models.moe import EXPERT_IDS
-from bessemer.objectives.base import Apply, Batch, Sums
+from bessemer.objectives import Apply, Batch, Sums
 from bessemer.registry import objectives
 
 TOKENS = "trained_tokens"
@@ -158,7 +158,7 @@ def grpo(
 
     batch, (B, T) each: input_ids, target_ids, loss_mask (1 on completion tokens and their end), advantages (those of
     the row, times `importance_weights`), old_logprobs (absent: those of the reference), expert_ids if experts are
-    replayed (models/moe.py). With `completions`, (B, 1), each segment of a row is a completion (rl/packing.py).
+    replayed (models/moe.py). With `completions`, (B, 1), each segment of a row is a completion (rl/rollout.py).
     """
     if "advantages" not in batch:
         raise InputError("this objective trains on completions with advantages: add job=GRPOTrainer.")

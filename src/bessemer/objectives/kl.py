@@ -13,7 +13,7 @@ from bessemer.config import field
 from bessemer.errors import InputError
 from bessemer.losses.cross_entropy import target_weights
 from bessemer.losses.divergence import ESTIMATORS, kl_regularized_loss
-from bessemer.objectives.base import Apply, Batch, Sums, run_model
+from bessemer.objectives import Apply, Batch, Sums, run_model
 from bessemer.objectives.pretrain import NextTokenSettings, next_token_loss
 from bessemer.registry import objectives
 

@@ -25,10 +25,10 @@ from bessemer.config import field
 from bessemer.data.rows.rows import DatasetStyle
 from bessemer.errors import InputError
 from bessemer.losses.cross_entropy import target_weights
-from bessemer.objectives.base import Apply, Batch, Sums, run_model
+from bessemer.objectives import Apply, Batch, Sums, run_model
 from bessemer.registry import objectives
 
-# -- sums over the responses of CONTRASTIVE rows (data/rows/preference.py) ---------------------------------------------
+# -- sums over the responses of CONTRASTIVE rows (data/rows/build.py) ---------------------------------------------
 
 
 def real_pairs(batch: Batch) -> Array:

@@ -10,7 +10,7 @@ from jax import Array
 from bessemer.config import field
 from bessemer.errors import InputError
 from bessemer.losses.further_tokens import PROGRESS, weights_at
-from bessemer.objectives.base import Apply, Batch, Sums
+from bessemer.objectives import Apply, Batch, Sums
 from bessemer.registry import objectives
 
 

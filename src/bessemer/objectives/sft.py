@@ -9,7 +9,7 @@ from jax import Array
 
 from bessemer.config import field
 from bessemer.data.rows.rows import DatasetStyle
-from bessemer.objectives.base import Apply, Batch, Sums
+from bessemer.objectives import Apply, Batch, Sums
 from bessemer.registry import objectives
 
 

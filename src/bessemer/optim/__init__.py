@@ -2,7 +2,7 @@
 
 from bessemer.optim.build import Optimizer, build_optimizer, build_schedule, default_schedule, settings_classes
 from bessemer.optim.schedules import Schedule
-from bessemer.optim.sharding import mesh_spread, state_shardings
+from bessemer.optim.state import mesh_spread, state_shardings
 from bessemer.optim.transform import Group, apply_rate, wrap_optax
 
 __all__ = [

@@ -14,7 +14,7 @@ import optax
 
 from bessemer.errors import InputError
 from bessemer.optim.schedules import Schedule, StepFunction, check_steps
-from bessemer.optim.sharding import Spread
+from bessemer.optim.state import Spread
 from bessemer.optim.transform import (
     Group,
     GroupOf,

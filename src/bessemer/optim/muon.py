@@ -19,7 +19,7 @@ import optax
 from bessemer.config import field
 from bessemer.errors import InputError, did_you_mean
 from bessemer.optim.schedules import Schedule, StepFunction, as_float, check_steps, ramp_up
-from bessemer.optim.sharding import Spread
+from bessemer.optim.state import Spread
 from bessemer.optim.transform import CAUTIOUS_HELP, Group, GroupOf, apply_rate, in_float32, kind_of, path_names
 from bessemer.registry import optimizers, schedules
 from bessemer.topology.chips import backend

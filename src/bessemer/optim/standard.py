@@ -9,8 +9,8 @@ from typing import Any, ClassVar
 import optax
 
 from bessemer.config import field
-from bessemer.optim.moments import STATE_DTYPE_HELP, STATE_DTYPES, store_moments
 from bessemer.optim.schedules import Schedule
+from bessemer.optim.state import STATE_DTYPE_HELP, STATE_DTYPES, store_moments
 from bessemer.optim.transform import CAUTIOUS_HELP, Group, GroupOf, apply_rate, in_float32, is_decayed
 from bessemer.registry import optimizers
 

@@ -30,14 +30,13 @@ from bessemer.models.shape import Shape
 from bessemer.models.transformer import Transformer
 from bessemer.plan.collectives import Collective, Layout, merged
 from bessemer.plan.kept import Kept, kept_tensors
-from bessemer.plan.target import Target
+from bessemer.plan.trainer import Target
 from bessemer.storage.files import home
 from bessemer.topology import AXES, CHIPS, placement, shardings, unbox
 from bessemer.topology.rules import BATCH_AXES
-from bessemer.training.setup.compiled import Functions
+from bessemer.training.setup.compiled import Functions, RunPlan, StepHooks
 from bessemer.training.setup.microbatch import SPARE, accumulation
 from bessemer.training.setup.model import precision_of
-from bessemer.training.setup.plan import RunPlan, StepHooks
 
 SLOTS = "grpo/slots"
 

@@ -34,7 +34,7 @@ from bessemer.objectives.grpo import GrpoSettings, SampledSettings
 from bessemer.rl.prompts import Chosen
 from bessemer.rl.rollout import TOKEN_FIELDS, GRPOTrainerConfig, Rollout, check_rollout
 from bessemer.rl.sampler import Laps, Sampler, told
-from bessemer.storage.artifacts import ROLLOUT_AHEAD
+from bessemer.storage.files import ROLLOUT_AHEAD
 from bessemer.topology import process_index
 
 FILE = ROLLOUT_AHEAD.name

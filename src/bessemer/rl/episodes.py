@@ -29,9 +29,8 @@ import numpy as np
 
 from bessemer.config import dotted
 from bessemer.data import key_of
-from bessemer.data.tokenize.chat import can_chat, render_next
+from bessemer.data.tokenize.chat import CallParser, ToolCall, can_chat, render_next
 from bessemer.data.tokenize.tokenizer import Tokenizer
-from bessemer.data.tokenize.tool_calls import CallParser, ToolCall
 from bessemer.errors import InputError, TrainingError
 from bessemer.generate import Handle, Request, Result, Sample, SamplingOptions
 from bessemer.generate.text import prompt_ids

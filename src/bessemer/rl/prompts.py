@@ -37,10 +37,10 @@ from bessemer.data.tokenize.tokenizer import Tokenizer
 from bessemer.errors import InputError
 from bessemer.generate.text import prompt_ids, turn_ends
 from bessemer.objectives.grpo import GrpoSettings, SampledSettings, group_advantages
-from bessemer.rl.curriculum import Curriculum, build_curriculum, replaced
+from bessemer.rl.environments.base import Row, prompt_of, question_of
 from bessemer.rl.rollout import FIELDS, TOKEN_FIELDS, GRPOTrainerConfig, Passes, completion_rows, row_types, spread
-from bessemer.rl.rows import Row, prompt_of, question_of
-from bessemer.training.context import RunContext
+from bessemer.rl.selection import Curriculum, build_curriculum, replaced
+from bessemer.training.settings import RunContext
 from bessemer.training.setup.data import DataParts
 
 Horizon = Callable[[int], tuple[int, int]]
@@ -164,7 +164,7 @@ Chosen = list[tuple[PromptRows, int]]
 
 class PromptPlan(BatchPlan):
     """The prompts of every rollout, a pure function of (data, seed, rollout number), and the held-out ones. With a
-    curriculum (rl/curriculum.py) some are replaced."""
+    curriculum (rl/selection.py) some are replaced."""
 
     validation = None  # prompts are held out, not rows of tokens
 
@@ -460,7 +460,7 @@ def build_stored(
 
 
 def group_of(
-    row: dict[str, Any], where: str, settings: GRPOTrainerConfig, policy: GrpoSettings, tokenizer: Tokenizer
+    row: Row, where: str, settings: GRPOTrainerConfig, policy: GrpoSettings, tokenizer: Tokenizer
 ) -> tuple[Batch, np.ndarray]:
     """Return the arrays (G, T) and the rewards (G,) of one row."""
     prompt, row = prompt_of(row, where)
@@ -501,9 +501,7 @@ def group_of(
     return rows, rewards
 
 
-def per_token(
-    row: dict[str, Any], column: str, completions: Sequence[Sequence[int]], where: str
-) -> list[list[float]] | None:
+def per_token(row: Row, column: str, completions: Sequence[Sequence[int]], where: str) -> list[list[float]] | None:
     """Return a column with one number per token of each completion; None if the row lacks it."""
     values = row.get(column)
     if values is None:

@@ -10,12 +10,18 @@ A row is a prompt with one completion:
 
 Only reinforcement has the last three. A rollout is used for `iterations × parts` steps: each pass shuffles the groups
 and splits them into parts.
+
+With grpo.pack several completions share a row, each in its own segment, so that padding is neither scored nor trained.
+A rollout is stored one completion per row. What a pass reads is packed: rows with completions come first, blank ones
+follow, so the shapes stay those of unpacked rows and one program serves all lengths. The field COMPLETIONS counts the
+completions of each row; a pass ends after the last micro-batch that has one (training/step.py). Packing is a pure
+function of the rows, so nothing of it is saved.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from dataclasses import field as plain_field
 from typing import Any
@@ -25,15 +31,59 @@ import numpy as np
 from bessemer.config import field
 from bessemer.config.bounded import parse_json
 from bessemer.data import key_of, permute
-from bessemer.data.rows.rows import Fields
+from bessemer.data.rows.build import best_fit
+from bessemer.data.rows.rows import COMPLETIONS, Fields
 from bessemer.errors import InputError, StorageError, TrainingError
-from bessemer.generate.settings import DecodingSettings
+from bessemer.generate.speculate import DRAFT, NGRAM, Speculation
+from bessemer.kernels.quantized import SAMPLING_KINDS
 from bessemer.models.moe import EXPERT_IDS, ExpertSettings, recorded_shape
-from bessemer.objectives.grpo import GrpoSettings, SampledSettings
+from bessemer.models.transformer import Transformer
+from bessemer.objectives.grpo import GrpoSettings, SampledSettings, needs_reference
 from bessemer.rl.environments.base import EpisodeSettings
 from bessemer.rl.rewards import RewardSpec
 from bessemer.storage.weights import WeightFile, to_bytes
 from bessemer.training.settings import BaseTrainerConfig
+
+# --- settings of the sampler ---
+
+
+SPECULATE = ("none", "ngram")
+WEIGHTS = ("auto", *SAMPLING_KINDS)
+
+
+@dataclass
+class DecodingSettings:
+    """Of rollouts: each changes how fast text is made; `sampling_weights` also changes the sampler's distribution."""
+
+    speculate: str = field(
+        "generate/speculate",
+        default="none",
+        choices=SPECULATE,
+        help="ngram: drafts from the text itself, several tokens verified in one pass; the text is the same",
+    )
+    draft: int = field("generate/draft", default=DRAFT, minimum=1, maximum=64, help="tokens of a draft")
+    ngram: int = field(
+        "generate/ngram",
+        default=NGRAM,
+        minimum=1,
+        maximum=16,
+        help="a draft follows the latest place with the most last tokens in common, at most so many",
+    )
+    sampling_weights: str = field(
+        "generate/weights",
+        default="auto",
+        choices=WEIGHTS,
+        help="matrices that sampling reads: auto = in the compute dtype; fp8 (e4m3) or int8 with a scale per output "
+        "column: 1 byte per weight",
+    )
+
+    @property
+    def speculation(self) -> Speculation | None:
+        return Speculation.of(self.speculate, self.draft, self.ngram)
+
+
+# --- rollouts ---
+
 
 TOKEN_FIELDS: dict[str, Any] = {
     "input_ids": np.int32,
@@ -338,3 +388,157 @@ def spread(values: Sequence[Sequence[float]], rows: Mapping[str, np.ndarray]) ->
     for row, given in enumerate(values):
         out[row, rows["target_ids"][row] >= 0] = given
     return out
+
+
+# --- packing ---
+
+
+BLANK = {"target_ids": -1, EXPERT_IDS: -1}
+"""What stands where no token is; 0 in other fields, and input_ids keep their own padding."""
+
+
+@dataclass(frozen=True)
+class Packed:
+    """`rows`: arrays (n, T) and COMPLETIONS (n, 1); `used`: how many of them hold completions. Completion i of the
+    unpacked rows is at columns starts[i] … starts[i] + lengths[i] − 1 of row places[i]; −1: it was left out."""
+
+    rows: dict[str, np.ndarray]
+    used: int
+    places: np.ndarray
+    starts: np.ndarray
+    lengths: np.ndarray
+
+    def unpacked(self, values: np.ndarray) -> np.ndarray:
+        """Return one value per position of the unpacked rows, (N, T), from those of the packed ones, (n, T)."""
+        out = np.zeros((len(self.places), values.shape[1]), values.dtype)
+        for completion, (row, start, length) in enumerate(zip(self.places, self.starts, self.lengths, strict=True)):
+            if row >= 0:
+                out[completion, :length] = values[row, start : start + length]
+        return out
+
+
+def pack_rows(rows: Mapping[str, np.ndarray], wanted: np.ndarray) -> Packed:
+    """Return the completions with a `wanted` token, (N, T) bool, in as few of the N rows as best fit finds.
+
+    A completion that is left out is still counted, in the first row: the denominator `fixed` is over all of them.
+    """
+    count, block = rows["input_ids"].shape
+    lengths = (rows["segment_ids"] > 0).sum(axis=1)
+    chosen = np.flatnonzero(np.any(wanted, axis=1) & (lengths > 0))
+    order, widths = best_fit(lengths[chosen], block)
+    pad = rows["input_ids"][np.arange(count), np.minimum(lengths, block - 1)][lengths < block]
+    fill = BLANK | {"input_ids": int(pad[0]) if len(pad) else 0}
+    out = {name: np.full_like(array, fill.get(name, 0)) for name, array in rows.items()}
+    out[COMPLETIONS] = np.zeros((count, 1), np.float32)
+    out[COMPLETIONS][: len(widths), 0] = widths
+    out[COMPLETIONS][0] += count - len(chosen)
+    places, starts = np.full(count, -1), np.zeros(count, np.int64)
+    left = iter(chosen[order].tolist())
+    for row, width in enumerate(widths.tolist()):
+        start = 0
+        for segment in range(1, width + 1):
+            completion = next(left)
+            length = int(lengths[completion])
+            for name, array in rows.items():
+                out[name][row, start : start + length] = array[completion, :length]
+            out["segment_ids"][row, start : start + length] = segment
+            places[completion], starts[completion] = row, start
+            start += length
+    return Packed(out, len(widths), places, starts, lengths)
+
+
+def pack_fields(settings: GRPOTrainerConfig) -> Fields:
+    """Return the field that packed rows have beside those of a rollout."""
+    return {COMPLETIONS: ((1,), np.dtype(np.float32))} if settings.pack else {}
+
+
+def check_packing(settings: GRPOTrainerConfig, policy: SampledSettings, model: object) -> None:
+    """Raise InputError where completions cannot share a row."""
+    if not settings.pack:
+        return
+    if not isinstance(policy, GrpoSettings):
+        raise InputError(
+            "grpo.pack puts completions side by side, which a teacher without a document mask would read as one text: "
+            "leave it out."
+        )
+    if policy.offline != "no":
+        raise InputError(
+            f"grpo.pack packs sampled completions, and with grpo.offline={policy.offline} they are stored one per row: "
+            "leave it out."
+        )
+    if policy.exact:
+        raise InputError(
+            "grpo.pack puts a completion anywhere in a row, and grpo.exact=true promises bits that depend on its place "
+            "at the row's beginning: use one of them."
+        )
+    if not isinstance(model, Transformer):
+        raise InputError(
+            f"grpo.pack needs completions of one row that do not see each other, and {type(model).__name__} has no "
+            "document mask (architecture.document_mask): set grpo.pack=false."
+        )
+    if not model.document_mask:
+        raise InputError(
+            "grpo.pack needs completions of one row that do not see each other: set architecture.document_mask=true, "
+            "or grpo.pack=false."
+        )
+
+
+# --- settings that have no effect beside others ---
+
+
+DRAFTS = ("generate/draft", "generate/ngram")
+OF_EPISODES = (
+    "grpo/max_turns",
+    "grpo/on_environment_error",
+    "grpo/environment_timeout",
+    "grpo/environment_retries",
+    "grpo/environment_workers",
+    "grpo/environment_overlap",
+)
+OF_SAMPLING = (
+    "generate/speculate",
+    *DRAFTS,
+    "generate/weights",
+    "grpo/top_k",
+    "grpo/top_p",
+    "grpo/overlong",
+    "grpo/old_logprobs",
+    "grpo/importance",
+    "grpo/importance_cap",
+    "grpo/curriculum_start",
+    "grpo/curriculum_steps",
+    "grpo/pass_rate_low",
+    "grpo/pass_rate_high",
+    "grpo/pass_rate_rest",
+    *OF_EPISODES,
+)
+"""What has no effect on stored completions. Settings of the sampler's speed that recipes choose are not listed."""
+
+
+def unused_settings(settings: GRPOTrainerConfig, policy: SampledSettings, vocab_size: int) -> dict[str, str]:
+    """Return the settings (a/b) that have no effect in a run, each with the reason."""
+    offline = isinstance(policy, GrpoSettings) and policy.offline != "no"
+    found: dict[str, str] = {}
+
+    def add(keys: Iterable[str], why: str) -> None:
+        for key in keys:
+            found.setdefault(key, why)
+
+    if offline:
+        add(OF_SAMPLING, "with grpo.offline: nothing is sampled")
+        add(("grpo/rewards", "grpo/reward_timeout"), "with grpo.offline: rewards are stored beside the completions")
+    if settings.speculation is None:
+        add(DRAFTS, "without generate.speculate=ngram")
+    if settings.environment is None:
+        add(OF_EPISODES, "without grpo.environment")
+    exact_match = isinstance(policy, GrpoSettings) and settings.environment is None and settings.rewards is None
+    if not settings.rewards and not exact_match:
+        add(("grpo/reward_timeout",), "without grpo.rewards")
+    if settings.top_k >= vocab_size:
+        add(("grpo/top_k",), f"from {vocab_size} on: the model has no more tokens")
+    if isinstance(policy, GrpoSettings):
+        if policy.clip_eps == 0:
+            add(("grpo/clip_eps_high",), "with grpo.clip_eps=0: ratios are not clipped")
+        if not needs_reference(policy):
+            add(("grpo/kl_estimator", "grpo/sync_interval"), "with grpo.kl_coef=0: no reference is kept")
+    return found

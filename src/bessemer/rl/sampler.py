@@ -34,22 +34,22 @@ from bessemer.models.moe import APART, EXPERT_IDS, ROUTING
 from bessemer.models.protocol import Decoding
 from bessemer.models.shape import round_up
 from bessemer.objectives.grpo import GrpoSettings, SampledSettings, group_advantages, importance_weights
-from bessemer.rl.curriculum import ByPassRate
 from bessemer.rl.exact import ExactRollouts
-from bessemer.rl.packing import BLANK, pack_fields, pack_rows
 from bessemer.rl.prompts import Chosen, PromptPlan, end_ids
-from bessemer.rl.resample import Groups, replace_flat
-from bessemer.rl.rewards import Rewards
+from bessemer.rl.rewards import OVERLONG, Rewards, overlong_penalty
 from bessemer.rl.rollout import (
+    BLANK,
     GRPOTrainerConfig,
     Rollout,
     completion_rows,
+    pack_fields,
+    pack_rows,
     route_rows,
     routes_fields,
     row_types,
     spread,
 )
-from bessemer.rl.shaping import OVERLONG, overlong_penalty
+from bessemer.rl.selection import ByPassRate, Groups, replace_flat
 from bessemer.topology import CompiledTogether, Topology, agree, broadcast, forget, unbox
 from bessemer.training.feed import abstract_batch, device_batch, fetch
 from bessemer.training.setup.model import ModelParts

@@ -4,20 +4,28 @@ Rewards judge the completions of a group (GRPO and its family), or a teacher's d
 distillation). The loop is BaseTrainer's. A step takes a part of the current rollout; after its last pass the next
 rollout is sampled, which is the only time the loop waits for the device. Checkpoints hold the rollout in use, and with
 grpo.staleness (rl/ahead.py) the one that is sampled already.
+
+With grpo.entropy_target the coefficient of the entropy's bonus follows the policy's entropy, step by step:
+
+    c ← clip(c + rate · (target − H), 0, most)        H: mean entropy over the trained tokens of the step
+
+It is computed inside the compiled step, and what was added to grpo.entropy_coef is part of the train state, so a
+resumed run continues with the same bits. A step whose loss or gradient is not finite leaves it as it is.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Generic, cast
 
 import jax
 import jax.numpy as jnp
+from flax import struct
 
-from bessemer.config import dotted
+from bessemer.config import Config, dotted
 from bessemer.data import Prefetcher
 from bessemer.data.rows.rows import COMPLETIONS, Fields
 from bessemer.errors import InputError
@@ -26,30 +34,78 @@ from bessemer.models.moe import recorded_shape
 from bessemer.objectives.grpo import TOKENS, GrpoSettings, SampledSettings
 from bessemer.registry import jobs, objectives
 from bessemer.rl.ahead import AheadOfTraining, check_ahead, check_staleness
-from bessemer.rl.curriculum import PASS_RATE, ByColumn, ByPassRate
-from bessemer.rl.entropy import EntropyState, check_entropy, follow_target
 from bessemer.rl.episodes import EpisodeSampler, check_environment
 from bessemer.rl.exact import check_exact
-from bessemer.rl.packing import check_packing, pack_fields, pack_rows
 from bessemer.rl.prompts import PromptPlan, StoredPlan, build_prompts, build_stored
-from bessemer.rl.resample import check_resampling
-from bessemer.rl.rewards import Rewards, RewardSpec
-from bessemer.rl.rollout import GRPOTrainerConfig, Rollout, check_rollout, fit_routes, routes_fields, row_types
+from bessemer.rl.rewards import Rewards, RewardSpec, check_penalty
+from bessemer.rl.rollout import (
+    GRPOTrainerConfig,
+    Rollout,
+    check_packing,
+    check_rollout,
+    fit_routes,
+    pack_fields,
+    pack_rows,
+    routes_fields,
+    row_types,
+    unused_settings,
+)
 from bessemer.rl.sampler import REWARD_SECONDS, Laps, Sampler, check_sampler
-from bessemer.rl.shaping import check_penalty
-from bessemer.rl.unused import unused_settings
+from bessemer.rl.selection import PASS_RATE, ByColumn, ByPassRate, check_resampling
 from bessemer.rl.workers import check_made
-from bessemer.storage.artifacts import PASS_RATES, ROLLOUT, ROLLOUT_AHEAD
+from bessemer.storage.files import PASS_RATES, ROLLOUT, ROLLOUT_AHEAD
 from bessemer.topology import agree, broadcast, process_count
 from bessemer.training import step
 from bessemer.training.feed import device_batch
 from bessemer.training.outcome import doing
+from bessemer.training.setup.compiled import StepHooks
 from bessemer.training.setup.data import DataParts
 from bessemer.training.setup.horizon import plan_horizon
-from bessemer.training.setup.plan import StepHooks
 from bessemer.training.stages import with_fresh_moments
 from bessemer.training.state import TrainState
 from bessemer.training.trainer import BaseTrainer, M
+
+# --- a target for the policy's entropy ---
+
+
+class EntropyState(TrainState):
+    """entropy_offset: added to grpo.entropy_coef so far."""
+
+    entropy_offset: jax.Array = struct.field(default_factory=lambda: jnp.zeros((), jnp.float32))
+
+    def against(self) -> dict[str, Any]:
+        return {**super().against(), "entropy_offset": self.entropy_offset}
+
+
+def follow_target(step: Callable[..., Any], policy: GrpoSettings, state: EntropyState, *args: Any, **named: Any) -> Any:
+    """Return what the training step `step` does, and move the coefficient, which the metrics show as it was used."""
+    offset, target = state.entropy_offset, policy.entropy_target
+    assert target is not None
+    new, loss, meta = step(state, *args, **named)
+    entropy, used = meta["entropy"], policy.entropy_coef + offset
+    moved = jnp.clip(used + policy.entropy_rate * (target - entropy), 0.0, policy.entropy_coef_max)
+    known = meta["finite"] & jnp.isfinite(entropy)
+    new = new.replace(entropy_offset=jnp.where(known, moved - policy.entropy_coef, offset))
+    return new, loss, {**meta, "entropy_coef": used}
+
+
+def check_entropy(policy: SampledSettings, config: Config) -> None:
+    """Raise InputError for settings that contradict each other or have no effect."""
+    if not isinstance(policy, GrpoSettings):
+        return
+    if policy.entropy_target is None:
+        for key in ("grpo/entropy_rate", "grpo/entropy_coef_max"):
+            if config.is_set(key):
+                raise InputError(f"{dotted(key)} adapts the coefficient to grpo.entropy_target: set that too.")
+    elif policy.entropy_coef > policy.entropy_coef_max:
+        raise InputError(
+            f"grpo.entropy_coef={policy.entropy_coef:g} is above grpo.entropy_coef_max={policy.entropy_coef_max:g}, "
+            "the most that grpo.entropy_target may lead to: lower the one or raise the other."
+        )
+
+
+# --- the trainer ---
+
 
 PER_TOKEN = ("clip_frac", "kl", "entropy", "off_policy")
 

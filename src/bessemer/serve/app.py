@@ -22,8 +22,8 @@ from bessemer.errors import BessemerError, InputError
 from bessemer.generate import Engine, EngineThread, LoadedModel, QueueFull, SamplingOptions, Speculation
 from bessemer.generate import Request as Generation
 from bessemer.generate.adapters import Served
-from bessemer.report.html import page, to_html
-from bessemer.serve.conversation import PREPARING, template_of
+from bessemer.report.pages import page, to_html
+from bessemer.serve.chat import PREPARING, template_of
 from bessemer.serve.net import (
     BACKLOG,
     CONNECTIONS,
@@ -41,9 +41,8 @@ from bessemer.serve.net import (
     server_of,
     wrong,
 )
-from bessemer.serve.replies import Reply
 from bessemer.serve.requests import Ask, parse
-from bessemer.serve.service import Entry, Service
+from bessemer.serve.service import Entry, Reply, Service
 
 LAST_SECONDS = 5  # beyond the request's time, for a slow client to read the rest
 OPEN = ("/", "/health")  # without a token: usage, and what supervisors of servers ask

@@ -13,7 +13,7 @@ from bessemer.data.tokenize.tokenizer import Tokenizer
 from bessemer.errors import nearest
 from bessemer.generate import Request, SamplingOptions
 from bessemer.generate.request import TOP
-from bessemer.serve.conversation import ROLES, Template, Tool
+from bessemer.serve.chat import ROLES, Template, Tool
 from bessemer.serve.net import ApiError, wrong
 
 # Fields about the caller, which do not change the answer.

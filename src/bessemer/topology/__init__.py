@@ -4,7 +4,7 @@ Model code knows nothing of devices: it names the axes of its arrays, and rule t
 storage (parameters, optimizer state) and for computing (weights in use, activations).
 """
 
-from bessemer.topology.bootstrap import keep_stdout_clean, start_distributed
+from bessemer.topology.bootstrap import absent_processes, farewell, keep_stdout_clean, start_distributed
 from bessemer.topology.chips import CHIPS, Chip, backend, chip_of, has_float8, planned_for
 from bessemer.topology.distributed import (
     CompiledTogether,
@@ -17,6 +17,5 @@ from bessemer.topology.distributed import (
     process_count,
     process_index,
 )
-from bessemer.topology.lost_peer import absent_processes, farewell
 from bessemer.topology.mesh import AXES, Topology, TopologySettings, arrange, init_sharded, make_topology, placement
 from bessemer.topology.rules import COMPUTE_RULES, REST_RULES, Rules, check_rules, shardings, unbox, validate_divisible

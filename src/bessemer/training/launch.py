@@ -1,9 +1,13 @@
-"""From a recipe to a running trainer, and back from a run directory: what `bessemer train` and `bm.train` share."""
+"""From a recipe to a running trainer, and back from a run directory: what `bessemer train` and `bm.train` share.
+
+The Python front door is at the end: `bm.train`, `bm.resume` and the `Run` they return.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import importlib.util
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -16,15 +20,18 @@ from bessemer.config.recipes import Layer, override_layer, raw_values
 from bessemer.config.resolve import Overrides as Overrides
 from bessemer.config.values import plain
 from bessemer.data import DataSettings, Tokenizer
-from bessemer.data.stores.tokenizers import tokenizer_place
+from bessemer.data.stores.catalog import tokenizer_place
 from bessemer.data.tokenize.tokenizer import FILE as TOKENIZER
 from bessemer.errors import InputError, to_install
+from bessemer.evaluate import Evaluator
+from bessemer.generate import LoadedModel, SamplingOptions, load_model, sample
 from bessemer.generate.base import BaseRecord, given_place, read_record, write_record
 from bessemer.generate.load import base_arrays
 from bessemer.job import GIVEN, ExecutionSpec, RunDirectory, RunLock, check_run_name, find_run
 from bessemer.job.directory import new_run
 from bessemer.job.trust import adopt, check_trust, mark_origin
 from bessemer.registry import jobs
+from bessemer.report.metrics import MetricsFile
 from bessemer.storage.files import atomic_write
 from bessemer.storage.remote import is_remote
 from bessemer.topology import AXES, TopologySettings, broadcast, make_topology, start_distributed
@@ -320,3 +327,100 @@ def is_finished(run: str | Path, root: str | Path = "runs", *, trust: bool = Fal
     """Return whether the run has ended and its report is written; the exit code is recorded after both."""
     status = find_run(run, root, trust=trust).read_status()
     return status.get("state") == "done" and status.get("exit_code") == 0
+
+
+# --- the Python front door ---
+
+
+PARTS = ("model", "model_state", "dataset_train", "dataset_eval", "data_collator", "tokenizer", "callbacks")
+
+
+class Run:
+    """A run on disk, by its path or its name under `runs`: what it measured, and the model it made."""
+
+    def __init__(self, run: RunDirectory | str | Path, *, runs: str | Path = "runs"):
+        self.directory = run if isinstance(run, RunDirectory) else find_run(run, runs)
+
+    @property
+    def path(self) -> Path:
+        """Return the run directory."""
+        return self.directory.path
+
+    @property
+    def status(self) -> dict[str, Any]:
+        """status.json: state, step, exit code, message."""
+        return self.directory.read_status()
+
+    def metrics(self) -> list[dict[str, Any]]:
+        """Return all rows of metrics.jsonl, in order."""
+        return list(MetricsFile(self.directory.metrics).rows())
+
+    def load(self, step: int | str | None = None, *, base: str | Path | None = None) -> LoadedModel:
+        """Return the model of a checkpoint (default: the newest valid one): `.model`, `.params`, `.tokenizer`.
+
+        base: where the base of a run with adapters lies, in place of where the run says.
+        """
+        return load_model(self.directory, step, base=base)
+
+    def sample(self, prompt: str, *, max_tokens: int = 100, step: int | str | None = None, **options: Any) -> str:
+        """Return the model's continuation of `prompt`. Options: temperature (0 = greedy), top_k, top_p, min_p, seed."""
+        loaded = self.load(step)
+        completions, notices = sample(loaded, [prompt], max_tokens=max_tokens, sampling=SamplingOptions(**options))
+        for notice in [*loaded.notes, *notices]:
+            print(notice, file=sys.stderr)
+        return completions[0].text
+
+    def evaluate(
+        self, tasks: Sequence[str] = ("bpb",), *, step: int | str | None = None, **options: Any
+    ) -> dict[str, dict[str, Any]]:
+        """Return task → result of the named evaluations, also written to RUN/eval. Options: limit, batch_size."""
+        return Evaluator.from_run(self.directory, step, tasks=tasks, **options).run()
+
+    def __repr__(self) -> str:
+        return f"Run('{self.path}', {self.status.get('state', 'unknown')} at step {self.status.get('step')})"
+
+
+def take_parts(settings: dict[str, Any]) -> dict[str, Any]:
+    """Take the parts out of the keywords; what is left are settings. `callbacks` as names is a setting."""
+    given = settings.get("callbacks")
+    names = [given] if isinstance(given, str) else list(given or ())
+    by_name = all(isinstance(name, str) for name in names)
+    return {key: settings.pop(key) for key in PARTS if key in settings and not (key == "callbacks" and by_name)}
+
+
+def train(
+    recipe: str | Path = "quickstart", *, name: str | None = None, runs: str | Path = "runs", **settings: Any
+) -> Run:
+    """Train and return the finished run. Settings are dotted keys: train("quickstart", **{"training.steps": 100}).
+
+    Parts can be given directly: model, model_state, dataset_train, dataset_eval, data_collator, tokenizer, callbacks.
+    """
+    parts = take_parts(settings)
+    trainer = build_trainer(recipe, settings, name=name, root=runs, **parts)
+    trainer.run()
+    return Run(trainer.run_directory)
+
+
+def resume(
+    run: str | Path,
+    *,
+    runs: str | Path = "runs",
+    step: int | None = None,
+    trust: bool = False,
+    change: bool = False,
+    base: str | None = None,
+    **settings: Any,
+) -> Run:
+    """Continue a stopped run to its end; a finished one is returned as it is. Parts as for `train`.
+
+    change: settings may make it another run from here on, such as a longer one; that is recorded as a branch point.
+    """
+    refuse_while_importing()
+    parts = take_parts(settings)
+    if (
+        step is not None
+        or not is_finished(run, runs, trust=trust)
+        or changes_finished(run, settings, root=runs, trust=trust, change=change)
+    ):
+        reopen(run, settings, root=runs, step=step, trust=trust, change=change, base=base, **parts).run()
+    return Run(find_run(run, runs, trust=trust))

@@ -24,8 +24,7 @@ from bessemer.training.metrics import StepClock, StepLog, Waits
 from bessemer.training.outcome import doing, wait_for_all
 from bessemer.training.persistence import frozen, reference, teacher
 from bessemer.training.persistence.checkpoints import Branch, rollback_target
-from bessemer.training.setup.compiled import Functions
-from bessemer.training.setup.plan import RunPlan
+from bessemer.training.setup.compiled import Functions, RunPlan
 from bessemer.training.signals import stop_signals
 from bessemer.training.stages import Stage
 from bessemer.training.state import LoopState, RunState, TrainState, Unstable, final_problem

@@ -16,10 +16,10 @@ from bessemer.errors import BessemerError, Stopped, StorageError, TrainingError
 from bessemer.job import RunDirectory, RunLock
 from bessemer.storage.files import remove_leftovers
 from bessemer.topology import absent_processes, barrier, farewell, first_line
-from bessemer.training.console.output import Output
-from bessemer.training.context import RunContext
+from bessemer.training.output import Output
 from bessemer.training.persistence import reference
 from bessemer.training.persistence.mirror import Mirror, mirrored
+from bessemer.training.settings import RunContext
 from bessemer.training.signals import handle_signals_with, signals_delayed
 from bessemer.training.state import Activity, RunState, Unstable
 

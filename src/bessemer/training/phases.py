@@ -28,8 +28,8 @@ from bessemer.report import write_report
 from bessemer.report.summary import PHASES
 from bessemer.storage.files import atomic_write, storage
 from bessemer.topology import TopologySettings
-from bessemer.training.console.output import Output, closing_lines, write_config
-from bessemer.training.console.progress import StartUp
+from bessemer.training.display import StartUp
+from bessemer.training.output import Output, closing_lines, write_config
 from bessemer.training.setup.schema import schema_of
 from bessemer.training.signals import after_signal, signals_delayed
 

@@ -17,7 +17,7 @@ from bessemer.kernels.ops import ROW_KEYS, row_keys
 from bessemer.losses.cross_entropy import target_weights
 from bessemer.losses.further_tokens import PROGRESS
 from bessemer.models.moe import LOAD, balance_metrics
-from bessemer.optim.rounding import apply_updates
+from bessemer.optim.state import apply_updates
 from bessemer.training.state import Statistics, TrainState, judge, widened
 from bessemer.training.tied_head import followed, tied_gradients, without_discarded
 

@@ -31,26 +31,30 @@ from bessemer.job import GIVEN, CheckpointManager, ExecutionSpec, RestoreableJob
 from bessemer.models.lora import LoraSettings, merge_adapters
 from bessemer.registry import jobs
 from bessemer.topology import Topology, TopologySettings, init_sharded, process_count, shardings
-from bessemer.training import generation, outcome, validation
+from bessemer.training import generation, outcome, output, validation
 from bessemer.training import stages as run_stages
 from bessemer.training import step as step_functions
 from bessemer.training.callbacks.base import Callback, Callbacks
-from bessemer.training.console import output
-from bessemer.training.console.header import header
-from bessemer.training.console.progress import NoBar, ProgressBar, StartUp, make_progress
-from bessemer.training.context import GivenParts, Notes, RunContext
+from bessemer.training.display import NoBar, ProgressBar, StartUp, header, make_progress
 from bessemer.training.loop import Loop
 from bessemer.training.persistence import checkpoints, frozen, reference
 from bessemer.training.persistence.checkpoints import Branch, Lineage
 from bessemer.training.persistence.mirror import make_mirror
 from bessemer.training.persistence.teacher import find_teacher, with_targets
-from bessemer.training.settings import BaseTrainerConfig, GuardSettings, LoggingSettings, seconds_of
+from bessemer.training.settings import (
+    BaseTrainerConfig,
+    GivenParts,
+    GuardSettings,
+    LoggingSettings,
+    Notes,
+    RunContext,
+    seconds_of,
+)
 from bessemer.training.setup import compiled, horizon, initial_weights, microbatch, schema
 from bessemer.training.setup import data as run_data
-from bessemer.training.setup.compiled import Functions, keep_compiled_programs
+from bessemer.training.setup.compiled import Functions, RunPlan, StepHooks, keep_compiled_programs
 from bessemer.training.setup.data import CollectFunction, DataParts
 from bessemer.training.setup.model import ModelParts, allocate, build_model, flops_share, limit_documents, peak_memory
-from bessemer.training.setup.plan import RunPlan, StepHooks
 from bessemer.training.state import LoopState, RunState, TrainState
 from bessemer.training.step import Batch, Meta
 from bessemer.user_code import refuse_while_importing
@@ -461,7 +465,7 @@ class BaseTrainer(RestoreableJob[C], Generic[C, M]):
 
     def log_weight_distribution(self, state: TrainState, step: int) -> list[dict[str, Any]]:
         """Return a histogram of every parameter, one row each, and append them to weights.jsonl."""
-        from bessemer.training.callbacks.watchers import append_weights
+        from bessemer.training.callbacks.builtin import append_weights
 
         path = self.run_directory.weights
         return append_weights(path, state.params, step, write=self.is_process_zero)

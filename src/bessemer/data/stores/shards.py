@@ -19,7 +19,7 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from bessemer import console
-from bessemer.data.rows.store import FORMAT, kind_of, offsets_of, token_dtype, write_facts, write_json
+from bessemer.data.rows.rows import FORMAT, kind_of, offsets_of, token_dtype, write_facts, write_json
 from bessemer.data.sources.datasets import hashed_below
 from bessemer.data.tokenize.documents import Bad, Document, TurnRows
 from bessemer.data.tokenize.tokenizer import Tokenizer

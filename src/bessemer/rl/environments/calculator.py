@@ -6,7 +6,7 @@ function `calculate`. Expressions are read by generate/calculator.py: exact frac
 
 from __future__ import annotations
 
-from bessemer.data.tokenize.tool_calls import EXPRESSION, PYTHON, ToolCall
+from bessemer.data.tokenize.chat import EXPRESSION, PYTHON, ToolCall
 from bessemer.registry import environments
 from bessemer.rl.environments.tools import ToolEnvironment, ToolError, described
 

@@ -13,7 +13,7 @@ import operator
 from collections.abc import Callable, Sized
 from typing import Any
 
-from bessemer.data.tokenize.tool_calls import EXPRESSION, ToolCall
+from bessemer.data.tokenize.chat import EXPRESSION, ToolCall
 from bessemer.registry import environments
 from bessemer.rl.environments.calculator import expression_of
 from bessemer.rl.environments.tools import ToolEnvironment, ToolError, described

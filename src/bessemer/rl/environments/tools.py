@@ -23,11 +23,10 @@ from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from bessemer.data.tokenize.tool_calls import ToolCall
+from bessemer.data.tokenize.chat import ToolCall
 from bessemer.errors import InputError
 from bessemer.registry import environments
-from bessemer.rl.environments.base import Completion, Content, Environment, Row
-from bessemer.rl.rows import prompt_of
+from bessemer.rl.environments.base import Completion, Content, Environment, Row, prompt_of
 from bessemer.user_code import load_attribute
 
 LONGEST = 2000  # characters of a result
@@ -78,7 +77,8 @@ class ToolEnvironment(Environment):
         """Return the result of a call; raise ToolError if it cannot be made."""
 
     def reset(self, row: Row, seed: int) -> Content:
-        prompt, self.row = prompt_of(dict(row), "this row")
+        prompt, columns = prompt_of(row, "this row")
+        self.row = dict(columns)
         if self.match != "none" and "answer" not in self.row:
             raise InputError("the row has no column 'answer' to compare with; set match=none, and grpo.rewards.")
         return typing.cast(Content, prompt)

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 from bessemer.config import field
 from bessemer.errors import InputError
 from bessemer.evaluate import Evaluator, check_tasks
-from bessemer.evaluate.bundle import read_bundle
 from bessemer.evaluate.evaluator import is_file
+from bessemer.evaluate.tasks import read_bundle
 from bessemer.registry import callbacks, datasets
 from bessemer.report.metrics import MetricsFile
 from bessemer.training.callbacks.base import Callback

@@ -37,18 +37,16 @@ from bessemer.generate.base import BaseRecord
 from bessemer.generate.load import check_finite, located
 from bessemer.job import CheckpointManager, RunDirectory, Snapshot
 from bessemer.models.lookup import allocation_of
-from bessemer.storage.artifacts import ALLOCATION
-from bessemer.storage.files import atomic_write
+from bessemer.storage.files import ALLOCATION, atomic_write
 from bessemer.storage.weights import place
-from bessemer.training.context import RunContext
 from bessemer.training.feed import fetch
 from bessemer.training.persistence import frozen, reference
 from bessemer.training.persistence.mirror import Mirror
-from bessemer.training.setup.compiled import Functions
+from bessemer.training.settings import RunContext
+from bessemer.training.setup.compiled import Functions, RunPlan
 from bessemer.training.setup.horizon import HORIZONS, REPORTS
 from bessemer.training.setup.initial_weights import adapter_arrays, read_weights
 from bessemer.training.setup.model import ModelParts
-from bessemer.training.setup.plan import RunPlan
 from bessemer.training.setup.schema import PATHS
 from bessemer.training.stages import Stage
 from bessemer.training.state import LoopState, RunState, TrainState, added_fields

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from bessemer.checkpoint import Checkpoints
-from bessemer.checkpoint.manifest import COMMIT
+from bessemer.checkpoint.files import COMMIT
 from bessemer.errors import InputError, StorageError
 from bessemer.generate import base as bases
 from bessemer.generate.base import BaseRecord, VerifiedArrays
@@ -24,7 +24,7 @@ from bessemer.models.lora import Split
 from bessemer.storage.files import storage
 from bessemer.storage.weights import flatten_names, place
 from bessemer.topology import broadcast, unbox
-from bessemer.training.context import RunContext
+from bessemer.training.settings import RunContext
 from bessemer.training.setup.initial_weights import loadable, tree_in
 from bessemer.training.setup.model import ModelParts
 from bessemer.training.state import RunState

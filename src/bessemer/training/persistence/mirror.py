@@ -14,13 +14,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from bessemer.checkpoint import Checkpoints
-from bessemer.checkpoint.manifest import COMMIT, content_problems
+from bessemer.checkpoint.files import COMMIT, content_problems
 from bessemer.errors import BessemerError, InputError, StorageError
 from bessemer.job import RunDirectory, check_run_name
 from bessemer.job.directory import step_name, step_of_name
 from bessemer.storage.files import atomic_directory, discard, exclusive, storage
 from bessemer.storage.remote import check_writable, download, find, is_remote, read_bytes, remove, upload
-from bessemer.training.context import RunContext
+from bessemer.training.settings import RunContext
 
 FOLDER = "checkpoints"
 LEFT = ("lock",)

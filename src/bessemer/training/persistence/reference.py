@@ -28,21 +28,20 @@ from bessemer.checkpoint import Checkpoints
 from bessemer.checkpoint import store as retention
 from bessemer.config import Config
 from bessemer.data import Batch, BatchPlan, Rows
-from bessemer.data.rows.preference import most_pairs
+from bessemer.data.rows.build import most_pairs
 from bessemer.data.rows.rows import Fields
 from bessemer.errors import InputError, StorageError
 from bessemer.job import RunDirectory
 from bessemer.objectives.preference import answer_logps
 from bessemer.registry import objectives
-from bessemer.storage.artifacts import REFERENCE_LOGPS, REFERENCE_WEIGHTS
-from bessemer.storage.files import storage
+from bessemer.storage.files import REFERENCE_LOGPS, REFERENCE_WEIGHTS, storage
 from bessemer.storage.weights import WeightFile, write_file
 from bessemer.topology import CompiledTogether, broadcast
 from bessemer.training import stages
-from bessemer.training.context import RunContext
 from bessemer.training.feed import device_batch, fetch
 from bessemer.training.persistence import teacher
 from bessemer.training.persistence.teacher import Teacher
+from bessemer.training.settings import RunContext
 from bessemer.training.stages import Stage
 from bessemer.training.state import RunState
 

@@ -32,12 +32,19 @@ from bessemer.job import RunDirectory
 from bessemer.losses.distillation import top_tokens
 from bessemer.objectives.distill import TOP_IDS, TOP_LOGPROBS, DistillSettings, OnPolicySettings
 from bessemer.registry import objectives
-from bessemer.storage.artifacts import ALLOCATION, REFERENCE_WEIGHTS, TEACHER_RECORD, TEACHER_TARGETS
 from bessemer.storage.checksums import ChunkSums, VerifiedFile, json_digest, load_sums, save_sums
-from bessemer.storage.files import atomic_write, exclusive, storage
+from bessemer.storage.files import (
+    ALLOCATION,
+    REFERENCE_WEIGHTS,
+    TEACHER_RECORD,
+    TEACHER_TARGETS,
+    atomic_write,
+    exclusive,
+    storage,
+)
 from bessemer.topology import Topology, broadcast
-from bessemer.training.context import RunContext
 from bessemer.training.feed import fetch, place_rows
+from bessemer.training.settings import RunContext
 from bessemer.training.setup.init_recipe import PREFIX, planned_recipe
 from bessemer.training.setup.initial_weights import read_weights, tree_in, weights_digest
 from bessemer.training.setup.model import ModelParts, Teacher, make_apply

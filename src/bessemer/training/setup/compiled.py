@@ -1,4 +1,7 @@
-"""The compiled side of a run: optimizer, abstract state with its shardings, and the jitted steps."""
+"""The compiled side of a run: `RunPlan`, optimizer, abstract state with its shardings, and the jitted steps.
+
+`RunPlan` is what setup resolves a recipe into; the compiled functions are built from it and from `StepHooks`.
+"""
 
 from __future__ import annotations
 
@@ -20,18 +23,25 @@ from bessemer.models.moe import balancer
 from bessemer.models.pipeline import check_branches, check_stages
 from bessemer.models.protocol import SilentAtStart, group_of
 from bessemer.models.transformer import Transformer
-from bessemer.objectives.base import FollowsProgress
+from bessemer.objectives import FollowsProgress
 from bessemer.optim import Optimizer, build_optimizer, mesh_spread, state_shardings
 from bessemer.registry import objectives
 from bessemer.topology import broadcast, shardings, unbox, validate_divisible
 from bessemer.topology.mesh import quick_draws
-from bessemer.training.context import RunContext
 from bessemer.training.feed import abstract_batch, device_batch
+from bessemer.training.settings import RunContext
 from bessemer.training.setup import microbatch
-from bessemer.training.setup.data import batch_fields
+from bessemer.training.setup.data import DataParts, batch_fields
 from bessemer.training.setup.microbatch import StepMemory
-from bessemer.training.setup.model import compiler_options, note_path, objective_settings, short_row
-from bessemer.training.setup.plan import RunPlan, StepHooks
+from bessemer.training.setup.model import (
+    ModelParts,
+    Teacher,
+    compiler_options,
+    note_path,
+    objective_settings,
+    short_row,
+)
+from bessemer.training.stages import Stage
 from bessemer.training.state import (
     WEIGHTS_FINITE,
     StepRules,
@@ -42,6 +52,53 @@ from bessemer.training.state import (
     spike_rule,
 )
 from bessemer.training.tied_head import untying_step
+
+# --- what compiled functions are built from ---
+
+
+@dataclass(frozen=True)
+class RunPlan:
+    """Everything that is decided before the first array is made."""
+
+    context: RunContext[Any]
+    model: ModelParts
+    data: DataParts
+    teacher: Teacher | None
+    stages: tuple[Stage, ...]
+
+    @property
+    def tokens_per_step(self) -> int:
+        return self.data.batch_size * int(self.context.settings.block_size)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of the run."""
+        return self.data.steps * self.tokens_per_step
+
+    @property
+    def flops(self) -> float:
+        """FLOPs of the run by the model's own formula."""
+        return self.model.flops_per_token * self.tokens_per_step * self.data.steps
+
+
+@dataclass(frozen=True)
+class StepHooks:
+    """The members of a trainer that the compiled side calls and that a subclass may override."""
+
+    batch: Callable[..., Mapping[str, Any]]
+    train_step: Callable[..., Any]
+    val_step: Callable[..., Any]
+    sharded_init: Callable[..., tuple[Any, Any]]
+    optimizer: Callable[[], Any]
+    schedule: Callable[[], Any]
+    wants_reference: Callable[[], bool]
+    state_class: type[TrainState]
+    rolls_out: bool
+    owner: str  # the class, named in errors
+
+
+# --- compiled functions ---
+
 
 WEIGHTS = "generate/weights"
 MAX_VALIDATION_BATCHES = 8

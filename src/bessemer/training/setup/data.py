@@ -32,8 +32,7 @@ from bessemer.data.rows.rows import Fields, fields_of
 from bessemer.data.stores.catalog import store_directory
 from bessemer.errors import InputError
 from bessemer.scaling import stage_starts
-from bessemer.training.context import RunContext
-from bessemer.training.settings import BaseTrainerConfig
+from bessemer.training.settings import BaseTrainerConfig, RunContext
 from bessemer.training.setup.horizon import check_sizes, plan_horizon
 from bessemer.training.setup.model import ModelParts
 from bessemer.training.setup.schema import usual_style

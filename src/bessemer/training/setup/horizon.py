@@ -31,8 +31,7 @@ from bessemer.scaling import (
     fine_tuning_rate,
     horizon,
 )
-from bessemer.training.context import Notes, RunContext
-from bessemer.training.settings import LoggingSettings
+from bessemer.training.settings import LoggingSettings, Notes, RunContext
 from bessemer.training.setup.initial_weights import is_recipes_run
 from bessemer.training.setup.microbatch import accumulation
 from bessemer.training.setup.model import ModelParts

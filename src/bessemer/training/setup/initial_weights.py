@@ -15,7 +15,7 @@ import jax
 from flax import linen as nn
 
 from bessemer.checkpoint import Checkpoints
-from bessemer.checkpoint.manifest import COMMIT
+from bessemer.checkpoint.files import COMMIT
 from bessemer.config import Config, Origin, OriginKind, dotted
 from bessemer.config.recipes import Layer, override_layer, saved_tree
 from bessemer.config.values import plain

@@ -14,7 +14,7 @@ from bessemer.checkpoint import Checkpoints
 from bessemer.config import Config
 from bessemer.data import Tokenizer
 from bessemer.data.plan.batches import Mixture, sample_tokens
-from bessemer.data.rows.packing import PieceRows
+from bessemer.data.rows.build import PieceRows
 from bessemer.errors import InputError, StorageError
 from bessemer.generate.load import tokenizer_of
 from bessemer.kernels.fp8 import GPU_OPTIONS as FLOAT8_OPTIONS
@@ -26,9 +26,9 @@ from bessemer.models.protocol import Checked, HasPrecision, KernelChoice, group_
 from bessemer.models.shape import explain_flops, round_up
 from bessemer.models.transformer import FP8_IF_SUPPORTED, Transformer
 from bessemer.registry import models, objectives
-from bessemer.storage.artifacts import ALLOCATION
+from bessemer.storage.files import ALLOCATION
 from bessemer.topology import Topology
-from bessemer.training.context import RunContext
+from bessemer.training.settings import RunContext
 from bessemer.training.setup.initial_weights import check_tokenizer
 
 REMAT, DOCUMENTS = "architecture/remat", "architecture/max_documents"

@@ -15,8 +15,7 @@ from bessemer.config import PYTHON, Config, Schema, current, dotted, gather, loa
 from bessemer.config.recipes import Layer
 from bessemer.config.values import plain
 from bessemer.data import DatasetStyle, DataSettings, Sampling, check_mixture, shares_of
-from bessemer.data.settings import Find, found_again, full_path, relocated, relocated_root
-from bessemer.data.stores.catalog import is_code
+from bessemer.data.stores.catalog import Find, found_again, full_path, is_code, relocated, relocated_root
 from bessemer.errors import InputError
 from bessemer.evaluate.evaluator import names_code
 from bessemer.models.lora import LoraSettings
@@ -24,8 +23,7 @@ from bessemer.optim import settings_classes
 from bessemer.registry import SELECTORS, callbacks, explain_unselected, import_plugin, jobs, models, objectives
 from bessemer.topology import TopologySettings
 from bessemer.training.callbacks.base import Callback
-from bessemer.training.context import Notes, RunContext
-from bessemer.training.settings import GuardSettings, LoggingSettings
+from bessemer.training.settings import GuardSettings, LoggingSettings, Notes, RunContext
 from bessemer.training.setup.initial_weights import has_inherited, inherit_settings
 from bessemer.user_code import GUARD, located, unguarded_line
 

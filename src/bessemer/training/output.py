@@ -29,7 +29,7 @@ from bessemer.errors import InputError, printable, runnable, this_python
 from bessemer.generate.base import MergedArrays, read_record
 from bessemer.generate.load import base_arrays
 from bessemer.interop.config import TreeArrays
-from bessemer.interop.export_hf import export_folder
+from bessemer.interop.folder import export_folder
 from bessemer.job import RunDirectory
 from bessemer.job.trust import mark_origin
 from bessemer.models.llama import Llama
@@ -37,18 +37,16 @@ from bessemer.models.lora import merge_adapters
 from bessemer.models.protocol import Decoding, ValueModel
 from bessemer.registry import SELECTORS, datasets, models, objectives
 from bessemer.report import baselines, write_report
-from bessemer.report.health import NOTHING_TO_LEARN, nothing_to_learn
 from bessemer.report.metrics import MetricsFile
-from bessemer.report.summary import too_small, training_seconds
+from bessemer.report.summary import NOTHING_TO_LEARN, nothing_to_learn, too_small, training_seconds
 from bessemer.storage.files import atomic_write, storage
 from bessemer.storage.weights import OURS, Arrays, flatten, write_file
 from bessemer.training import stages
-from bessemer.training.context import RunContext
 from bessemer.training.feed import fetch
 from bessemer.training.persistence.checkpoints import Branch, asset_files, versions, write_branches
-from bessemer.training.setup.compiled import Functions, programs_so_far
+from bessemer.training.settings import RunContext
+from bessemer.training.setup.compiled import Functions, RunPlan, programs_so_far
 from bessemer.training.setup.model import flops_formula, mfu_peak
-from bessemer.training.setup.plan import RunPlan
 from bessemer.training.state import TrainState
 
 # --- the last lines: what the run reached, against what, a sample, and what to do next ---

@@ -1,4 +1,6 @@
-"""grpo.curriculum: which prompts a rollout may draw, by their difficulty.
+"""Which prompts a rollout trains on: by their difficulty (grpo.curriculum), and redrawn in place of flat groups.
+
+grpo.curriculum says which prompts a rollout may draw:
 
     a column       the easiest share c of each source, by a number in each row (smaller is easier):
                    c = start + (1 − start) · step / grpo.curriculum_steps, until all are drawn from
@@ -9,23 +11,35 @@
 A prompt that the plan draws and that is left out is replaced by another of its source, in an order keyed by (seed,
 rollout); where none is left, it stays. So the prompts of a rollout are a pure function of (data, seed, rollout) and,
 with pass_rate, of the measured rates, which are part of a checkpoint.
+
+Dynamic sampling (DAPO, arXiv 2503.14476): groups of equal rewards are replaced by groups of other prompts. Round r of
+rollout n draws as many prompts as groups are still flat, from a stream that is a pure function of (data, seed, n, r),
+without those that the rollout has drawn already. A new group that is not flat takes the place of the first flat one.
+After `grpo.resample` rounds the groups that are still flat stay: their advantages are 0, and they count in the
+denominator. Rewards are those that process 0 computed, so all processes decide the same.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 
 from bessemer.data import key_of, permute
 from bessemer.errors import InputError, StorageError
+from bessemer.generate import Result, Sample
+from bessemer.objectives.grpo import GrpoSettings, SampledSettings
+from bessemer.rl.environments.base import Row
 from bessemer.rl.rollout import GRPOTrainerConfig
-from bessemer.rl.rows import Row
-from bessemer.storage.artifacts import PASS_RATES
+from bessemer.storage.files import PASS_RATES
 from bessemer.storage.weights import WeightFile, to_bytes
+
+# --- curriculum ---
+
 
 PASS_RATE = "pass_rate"
 
@@ -175,3 +189,114 @@ def difficulty(row: Row, column: str, where: str) -> float:
 
 def _rows(source: Source) -> list[tuple[Row, int]]:
     return list(zip(source.columns, source.places, strict=True))
+
+
+# --- dynamic sampling ---
+
+
+S = TypeVar("S", bound=Source)
+
+
+class Groups(NamedTuple):
+    """Groups of completions with their rewards. `results`: of each group; `rewards`: by name, (groups, G); `flat`:
+    which groups have equal rewards, (groups,)."""
+
+    results: list[list[Result]]
+    rewards: dict[str, np.ndarray]
+    flat: np.ndarray
+
+    @property
+    def samples(self) -> list[Sample]:
+        return [sample for results in self.results for result in results for sample in result.samples]
+
+
+@dataclass
+class Resampled:
+    """The groups of a rollout after all rounds, and what they cost: groups drawn and rounds in all, and the sum of the
+    rewards of all groups drawn."""
+
+    groups: Groups
+    drawn: int
+    rounds: int
+    reward_sum: float
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """`resample/reward` is the policy's mean reward, before flat groups are left out."""
+        size = self.groups.rewards["reward"].shape[1]
+        return {
+            "flat_groups": float(self.groups.flat.mean()),
+            "resample/rounds": float(self.rounds),
+            "resample/drawn": float(self.drawn),
+            "resample/discarded": float(self.drawn - len(self.groups.results)),
+            "resample/reward": self.reward_sum / (self.drawn * size),
+        }
+
+
+def check_resampling(rounds: int, policy: SampledSettings) -> None:
+    """Raise InputError where flat groups cannot be replaced, or teach something."""
+    if rounds == 0:
+        return
+    if not isinstance(policy, GrpoSettings):
+        raise InputError(
+            "grpo.resample replaces groups of equal rewards, and with a teacher no reward is trained on: leave it out."
+        )
+    if policy.offline != "no":
+        raise InputError(
+            f"grpo.resample samples further prompts, and grpo.offline={policy.offline} trains on stored completions: "
+            "leave it out."
+        )
+    if policy.baseline not in ("group", "leave_one_out"):
+        raise InputError(
+            f"grpo.resample replaces groups of equal rewards because their advantages are 0; with "
+            f"grpo.baseline={policy.baseline} they are not. Set grpo.baseline=group or leave_one_out, or leave it out."
+        )
+
+
+def replace_flat(
+    first: Groups,
+    chosen: Sequence[tuple[S, int]],
+    rounds: int,
+    prompts: Callable[[int], list[tuple[S, int]]],
+    draw: Callable[[int, list[tuple[S, int]]], Groups],
+) -> Resampled:
+    """Return the groups of a rollout with flat ones replaced, over at most `rounds` rounds.
+
+    chosen: the prompts of `first`; prompts: round -> those of its stream, in order; draw: (round, prompts) -> one group
+    of each prompt, sampled and rewarded.
+    """
+    results, flat = list(first.results), first.flat.copy()
+    rewards = {name: values.copy() for name, values in first.rewards.items()}
+    used = {_place(one) for one in chosen}
+    made = Resampled(Groups(results, rewards, flat), len(results), 0, float(rewards["reward"].sum()))
+    for turn in range(1, rounds + 1):
+        places = np.flatnonzero(flat)
+        others = unused(prompts(turn), used, len(places))
+        if not others:  # every group teaches something, or every prompt was drawn
+            break
+        found = draw(turn, others)
+        made.drawn += len(others)
+        made.rounds = turn
+        made.reward_sum += float(found.rewards["reward"].sum())
+        for place, group in zip(places, np.flatnonzero(~found.flat), strict=False):
+            results[place], flat[place] = found.results[group], False
+            for name, values in rewards.items():
+                values[place] = found.rewards[name][group]
+    return made
+
+
+def unused(prompts: Sequence[tuple[S, int]], used: set[tuple[int, int]], count: int) -> list[tuple[S, int]]:
+    """Return the first `count` prompts that are not in `used`, to which they are added."""
+    found: list[tuple[S, int]] = []
+    for one in prompts:
+        if len(found) == count:
+            break
+        if _place(one) not in used:
+            used.add(_place(one))
+            found.append(one)
+    return found
+
+
+def _place(one: tuple[Source, int]) -> tuple[int, int]:
+    source, index = one
+    return source.number, index
