@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from bessemer.config import dotted
-from bessemer.errors import InputError
+from bessemer.errors import InputError, to_install
+from bessemer.kernels.attention import flash_scratch
 from bessemer.plan.build import plan_flops, plan_horizon, plan_model, plan_pipeline
 from bessemer.plan.collectives import Collective, describe
-from bessemer.plan.compiled import Compiled, Say, compile_step, require_compiler
+from bessemer.plan.compiled import COMPILERS, Compiled, Say, compile_step, has_compiler, require_libtpu
 from bessemer.plan.estimate import (
     Choice,
     Estimate,
@@ -76,22 +77,25 @@ def make_absent_plan(
     prices: Path | None = None,
     say: Say = lambda text: None,
 ) -> dict[str, Any]:
-    """Return everything that is known without the hardware. A TPU's step is compiled unless `compiles` is False."""
-    target, compiles = asked_of(topology, compiles)
+    """Return everything that is known without the hardware. The step is compiled unless `compiles` is False, or the
+    hardware is GPUs and their compiler is not installed."""
+    target, compiles, notes = asked_of(topology, compiles)
     planned = estimated(recipe, overrides, target, prices)
     choice = planned.estimate.choice
     mesh = " × ".join(f"{axis} {size}" for axis, size in choice.axes.items() if size > 1) or "of one device"
     what = f"the step for {target.name}, mesh {mesh}, {choice.rows} sequence(s) per device"
-    return document(recipe, planned, compiled(planned, what, say, quick) if compiles else None)
+    return document(recipe, planned, compiled(planned, what, say, quick) if compiles else None, notes)
 
 
-def asked_of(topology: str, compiles: bool) -> tuple[Target, bool]:
-    """Return the target of --topology, and whether its step is compiled: only a TPU's, with libtpu installed."""
+def asked_of(topology: str, compiles: bool) -> tuple[Target, bool, tuple[str, ...]]:
+    """Return the target of --topology, whether its step is compiled, and notes. Without the compiler a TPU's plan is an
+    error; a GPU's is analytic, and a note says so."""
     target = parse_target(topology)
-    compiles = compiles and target.platform == "tpu"
-    if compiles:
-        require_compiler(target.name)
-    return target, compiles
+    if compiles and target.platform == "tpu":
+        require_libtpu(target.name)
+    if compiles and not has_compiler(target.platform):
+        return target, False, (f"memory and collectives are estimates; to compile the step: {to_install('gpu-plan')}",)
+    return target, compiles, ()
 
 
 def compiled(planned: Planned, what: str, say: Say, quick: bool) -> Compiled:
@@ -139,7 +143,7 @@ def _with_micro_batch(step: PlannedStep, made: Estimate, why: str) -> PlannedSte
     return replace(step, plan=replace(step.plan, context=context), functions=functions)
 
 
-def document(recipe: Any, planned: Planned, program: Compiled | None) -> dict[str, Any]:
+def document(recipe: Any, planned: Planned, program: Compiled | None, notes: Sequence[str] = ()) -> dict[str, Any]:
     plan, functions = planned.facts.step.plan, planned.facts.step.functions
     context = plan.context
     found = planned.estimate.collectives if program is None or program.memory is None else program.collectives
@@ -154,6 +158,7 @@ def document(recipe: Any, planned: Planned, program: Compiled | None) -> dict[st
         "devices": context.topology.describe(),
         "pipeline": plan_pipeline(plan),
         "method": "analytic" if program is None else "compiled",
+        "compiler": None if program is None else COMPILERS[planned.target.platform],
         "compile_seconds": None if program is None else round(program.seconds, 1),
         "memory": memory_of(planned, program),
         "collectives": describe(found),
@@ -162,8 +167,29 @@ def document(recipe: Any, planned: Planned, program: Compiled | None) -> dict[st
         "time": spent,
         "cost": run_cost(spent["seconds"], planned.target, planned.terms),
         "placement": placement(state.params, placed.params),
-        "notes": [*(program.notes if program else ()), *context.config.notes, *planned.lines],
+        "notes": [
+            *notes,
+            *(program.notes if program else ()),
+            *documents_note(planned),
+            *context.config.notes,
+            *planned.lines,
+        ],
     }
+
+
+def documents_note(planned: Planned) -> list[str]:
+    """Return what a document takes where the most documents per row are unknown, as they are without the data."""
+    facts, axes = planned.facts, planned.estimate.choice.axes
+    shape = facts.shape
+    split = any(size > 1 for size in axes.values())
+    if shape is None or split or not facts.masked_by_documents or facts.step.model.max_documents:
+        return []
+    sums = 4 * shape.depth * shape.heads * facts.block
+    size = (flash_scratch(1, facts.block, shape.heads, shape.head_dim) + sums) / 2**20
+    return [
+        f"the data decides how many documents a row holds, and each takes {size:.0f} MiB in cuDNN's attention: one per "
+        "row is counted, N with architecture.max_documents=N"
+    ]
 
 
 def memory_of(planned: Planned, program: Compiled | None) -> dict[str, Any]:
@@ -177,8 +203,9 @@ def memory_of(planned: Planned, program: Compiled | None) -> dict[str, Any]:
         memory = program.memory
         kept = parts["parameters"] + parts["optimizer"] + parts["frozen"] + parts["other"]
         parts |= {"gradients": None, "activations": None, "workspace": None, "temporaries": memory.temporaries}
-        parts |= {"batch": max(0, memory.arguments - kept), "peak": memory.total}
-        fits = memory.total <= limit
+        peak = max(memory.total + parts["attention"], kept + parts["rollout"])
+        parts |= {"batch": max(0, memory.arguments - kept), "peak": peak}
+        fits = peak <= (limit if planned.target.platform == "tpu" else SPARE * limit)
     else:
         limit = program.limit or limit
         parts |= {"peak": None if program.needed is None else round(program.needed)}
@@ -289,9 +316,9 @@ def make_sweep(
 ) -> dict[str, Any]:
     """Return the document of the fastest plan that fits, with the ranking and the command that uses it.
 
-    On a TPU the best few by the estimate are compiled, and the fastest that really fits is taken.
+    The best few by the estimate are compiled, and the fastest that really fits is taken.
     """
-    target, compiles = asked_of(topology, compiles)
+    target, compiles, notes = asked_of(topology, compiles)
     fixed = [word for word in overrides if word.partition("=")[0] not in SWEPT]
     spare = [word for word in overrides if word not in fixed]
     if spare:
@@ -314,7 +341,7 @@ def make_sweep(
         words = changes(start, choice)
         planned = estimated(recipe, [*fixed, *words], target, prices)
         program = compiled(planned, " ".join(words), say, quick) if compiles else None
-        documents.append(document(recipe, planned, program) | {"settings": words})
+        documents.append(document(recipe, planned, program, notes) | {"settings": words})
     fitting = [one for one in documents if one["memory"]["fits"]] or documents
     best = min(fitting, key=lambda one: float(one["time"]["step_seconds"]))
     best["sweep"] = {"tried": count, "fit": len(rows), "best": [row for _, row in rows[:SHOWN]]}

@@ -1,7 +1,7 @@
-"""Compile the training step for TPUs that are not here, on any CPU machine (extra `tpu-plan`).
+"""Compile the training step for TPUs and GPUs that are not here, on any CPU machine (extras `tpu-plan`, `gpu-plan`).
 
-libtpu has the compiler; the devices of `jax.experimental.topologies` cannot compute, so nothing may run eagerly while
-their mesh is in force.
+libtpu has the compiler for TPUs, JAX's CUDA plugin the one for GPUs; it needs no driver and no CUDA library. The
+devices of `jax.experimental.topologies` cannot compute, so nothing may run eagerly while their mesh is in force.
 """
 
 from __future__ import annotations
@@ -23,8 +23,9 @@ from jax.sharding import AxisType, Mesh
 from bessemer.errors import InputError, to_install
 from bessemer.plan.collectives import Collective, Layout, collectives_of
 from bessemer.plan.estimate import PlannedStep
-from bessemer.plan.target import AbsentTopology
-from bessemer.topology import AXES, Topology, arrange, planned_for
+from bessemer.plan.gpus import target_config
+from bessemer.plan.target import AbsentTopology, Target
+from bessemer.topology import AXES, Topology, arrange, first_line, planned_for
 from bessemer.training.feed import abstract_batch
 from bessemer.training.setup.compiled import abstract_state, jit_train_step, make_optimizer
 from bessemer.training.setup.microbatch import StepMemory, step_bytes
@@ -41,6 +42,8 @@ QUIET = {
     "TPU_ACCELERATOR_TYPE": "v5litepod-1",
 }
 """Without these, libtpu searches for its machine and prints warnings, then compiles all the same."""
+PLUGINS = ("jax_plugins.xla_cuda13", "jax_plugins.xla_cuda12")
+COMPILERS = {"tpu": "libtpu", "gpu": "XLA's GPU compiler"}
 
 LEAST = -1.0
 PATIENCE = 20.0  # seconds between two signs of life
@@ -60,13 +63,22 @@ class Compiled:
     notes: tuple[str, ...] = ()
 
 
-def has_compiler() -> bool:
-    """Return whether libtpu is installed."""
-    return bool(os.environ.get("TPU_LIBRARY_PATH")) or importlib.util.find_spec("libtpu") is not None
+def has_compiler(platform: str) -> bool:
+    """Return whether the compiler for `tpu` or `gpu` is installed."""
+    if platform == "tpu":
+        return bool(os.environ.get("TPU_LIBRARY_PATH")) or _installed("libtpu")
+    return any(_installed(plugin) for plugin in PLUGINS)
 
 
-def require_compiler(name: str) -> None:
-    if not has_compiler():
+def _installed(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:  # of the package that it would be in
+        return False
+
+
+def require_libtpu(name: str) -> None:
+    if not has_compiler("tpu"):
         raise InputError(
             f"--topology {name} is compiled with libtpu, which is not installed: {to_install('tpu-plan')}. "
             "Or give --no-compile for the analytic model alone, in seconds."
@@ -74,20 +86,21 @@ def require_compiler(name: str) -> None:
 
 
 def compile_step(step: PlannedStep, node: int | None, say: Say, quick: bool = False) -> Compiled:
-    """Compile the step for its absent TPUs. Out of memory is a result; any other error is raised.
+    """Compile the step for its absent devices. Out of memory is a result; any other error is raised.
 
-    quick: compile with the least effort, in a fifth of the time; memory and traffic are then overestimated.
+    node: GPUs that share one. quick: compile with the least effort, for TPUs in a fifth of the time; memory and traffic
+    are then overestimated.
     """
     plan, hooks, functions = step.plan, step.hooks, step.functions
     own = plan.context.topology
     assert isinstance(own, AbsentTopology)
     key = jax.eval_shape(lambda: jax.random.key(0))
-    mesh, notes = compile_mesh(own)
+    mesh, notes = compile_mesh(own, node)
     topology = Topology(mesh, own.chip, own.settings, own.rest_rules, own.compute_rules)
     plan = replace(plan, context=replace(plan.context, topology=topology))
     begun = time.monotonic()
     try:
-        with planned_for("tpu"), _effort(quick), _signs_of_life(say):
+        with planned_for(own.platform, mesh.devices.flat[0]), _effort(quick), _signs_of_life(say):
             abstract, placed = abstract_state(plan, hooks, make_optimizer(plan, hooks))
             fields, sharding = plan.data.fields, topology.batch_sharding(1)
             batch = abstract_batch(fields, functions.micro, functions.accumulate_steps, sharding)
@@ -104,26 +117,47 @@ def compile_step(step: PlannedStep, node: int | None, say: Say, quick: bool = Fa
     return Compiled(step_bytes(program), tuple(found), time.monotonic() - begun, notes=notes)
 
 
-def compile_mesh(topology: AbsentTopology) -> tuple[Mesh, tuple[str, ...]]:
-    """Return the mesh over compile-only devices, placed as in a run, and notes on the placement."""
+def compile_mesh(topology: AbsentTopology, node: int | None) -> tuple[Mesh, tuple[str, ...]]:
+    """Return the mesh over compile-only devices, placed as in a run, and notes on the placement. node: GPUs per node"""
+    target = topology.target
+    sizes = tuple(int(topology.mesh.shape[axis]) for axis in AXES)
+    devices = _tpus(target) if target.platform == "tpu" else _gpus(target, node)
+    placed, notes = arrange(sizes, devices)
+    return Mesh(placed, AXES, axis_types=(AxisType.Auto,) * len(AXES)), notes
+
+
+def _tpus(target: Target) -> list[Any]:
     from jax.experimental import topologies
 
     for name, value in QUIET.items():
         os.environ.setdefault(name, value)
-    target = topology.target
-    sizes = tuple(int(topology.mesh.shape[axis]) for axis in AXES)
     options: dict[str, Any] = {"num_slices": target.slices} if target.slices > 1 else {}
     if math.prod(target.grid) == 1:
         options["chips_per_host_bounds"] = (1, 1, 1)
     try:
-        described = topologies.get_topology_desc(target.compiler_name, "tpu", **options)
+        return list(topologies.get_topology_desc(target.compiler_name, "tpu", **options).devices)
     except (jax.errors.JaxRuntimeError, RuntimeError, ValueError) as error:
-        first = str(error).splitlines()[0][:300]
         raise InputError(
-            f"--topology {target.name}: libtpu makes no such slice ({first}). Try another shape, or --no-compile."
+            f"--topology {target.name}: libtpu makes no such slice ({first_line(error)[:300]}). Try another shape, or "
+            "--no-compile."
         ) from error
-    placed, notes = arrange(sizes, described.devices)
-    return Mesh(placed, AXES, axis_types=(AxisType.Auto,) * len(AXES)), notes
+
+
+def _gpus(target: Target, node: int | None) -> list[Any]:
+    from jax.experimental import topologies
+
+    shared = math.gcd(target.devices, node or target.devices)
+    shape = f"1x{target.devices // shared}x{shared}"  # slices, hosts, devices of a host
+    try:
+        described = topologies.get_topology_desc(
+            target.chip.name, "cuda", target_config=target_config(target.chip), topology=shape
+        )
+    except (jax.errors.JaxRuntimeError, RuntimeError, ValueError) as error:
+        raise InputError(
+            f"--topology {target.name}: XLA's GPU compiler does not start ({first_line(error)[:300]}). Install "
+            f"JAX's plugin in the version of jax ({jax.__version__}): {to_install('gpu-plan')}. Or give --no-compile."
+        ) from error
+    return list(described.devices)
 
 
 def _words_of(message: str) -> tuple[float | None, float | None]:
