@@ -32,8 +32,8 @@ slow: $(VENV)/.test $(VENV)/.chromium
 long: $(VENV)/.test
 	$(BIN)/pytest -n $(WORKERS) --dist loadfile -m "long and not gpu"
 
-# Every test that the others skip because a package is missing: torch, transformers, TRL, PEFT, lm-eval, libtpu, Ray, a
-# server that speaks S3, trackers. They have an environment of their own, and there any skip for a package is a failure.
+# Every test that the others skip because a package is missing: torch, transformers, TRL, PEFT, lm-eval, libtpu, JAX's
+# CUDA plugin, Ray, a server that speaks S3, trackers. They have an environment of their own, and there any skip for a package is a failure.
 scale: $(SCALE)/.ready
 	$(subst $(BIN),$(SCALE)/bin,$(QUICK)) $(SCALE)/bin/pytest -n $(WORKERS) --dist loadfile --nothing-missing \
 		-m "not long and not gpu" $$($(SCALE)/bin/python -m tests.skips)

@@ -5,7 +5,8 @@
     python benchmarks/plan_memory.py --table                           # the table of docs/planning.md, no GPU needed
 
 Models are Qwen2.5-0.5B and 32B and Llama 3 1B, 3B and 8B by their configuration alone: weights are random, drawn on the
-device. One JSON line per case: `predicted` is the peak of `bessemer plan --topology` in a process of its own;
+device. One JSON line per case: `predicted` is the peak of `bessemer plan --topology` in a process of its own, compiled
+where the extra `gpu-plan` is installed (`method`), and `estimated` that of the analytic model;
 `measured` is the allocator's peak over three steps (for grpo-lora also over one round of sampling) in another;
 `compiled` is the step's memory by the compiler's own analysis. Each is in bytes; null without a GPU. `ratio` is
 predicted / measured. --batch 0: 8 rows of a model up to 3B and 4 of a larger one. qlora is predicted alone: a base that
@@ -83,11 +84,13 @@ def words_of(args: argparse.Namespace, folder: Path, size: str, mode: str, rows:
     return [recipe, *shape, *batch, *passes, *settings, *args.set]
 
 
-def predicted(words: Sequence[str], topology: str) -> int:
-    """Return the peak of `bessemer plan`."""
+def predicted(words: Sequence[str], topology: str) -> dict[str, Any]:
+    """Return the peaks of `bessemer plan`."""
     command = [sys.executable, "-m", "bessemer", "plan", *words, "--topology", topology, "--json"]
     found = subprocess.run(command, stdout=subprocess.PIPE, check=True, text=True)
-    return int(json.loads(found.stdout)["memory"]["peak"])
+    plan = json.loads(found.stdout)
+    memory = plan["memory"]
+    return {"predicted": memory["peak"], "estimated": memory["estimated_peak"], "method": plan["method"]}
 
 
 def measured(words: Sequence[str]) -> dict[str, Any]:
@@ -148,7 +151,7 @@ def cases(args: argparse.Namespace) -> None:
                 words = words_of(args, Path(folder), size, mode, rows)
                 line: dict[str, Any] = {"model": size, "mode": mode, "rows": rows, "tokens": args.sequence}
                 found = {"measured": None, "compiled": None} if mode == "qlora" else measured(words)
-                line |= {"predicted": predicted(words, args.topology), **found}
+                line |= {**predicted(words, args.topology), **found}
                 line["ratio"] = round(line["predicted"] / line["measured"], 3) if line["measured"] else None
                 print(json.dumps(line), flush=True)
 

@@ -32,6 +32,7 @@ PEERS = {
     r"could not import '(torch|transformers|peft|trl|lm_eval)'": "compared with",
     r"torch is not installed": "an objective compared with torch",
     r"needs libtpu": "plans and kernels compiled for TPUs",
+    r"needs XLA's GPU compiler": "plans compiled for GPUs",
 }
 """Reasons of skips for a missing implementation of other people's (extra `test-peers`)."""
 

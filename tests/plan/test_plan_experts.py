@@ -116,7 +116,7 @@ def test_float8_is_counted_for_dense_matrices_alone() -> None:
 
 
 @pytest.mark.long
-@pytest.mark.skipif(not has_compiler(), reason="needs libtpu: pip install 'bessemer[tpu-plan]'")
+@pytest.mark.skipif(not has_compiler("tpu"), reason="needs libtpu: pip install 'bessemer[tpu-plan]'")
 def test_stages_with_experts_compile_for_tpus(cli: Cli, tmp_path: Path) -> None:
     mesh = ["topology.data=1", "topology.pipeline=2", "topology.fsdp=2", "topology.expert=2"]
     sizes = ["model.depth=4", "model.window=L", "model.experts=8", "model.experts_active=2", "optimization.name=adamw"]

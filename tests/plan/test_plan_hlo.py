@@ -132,3 +132,53 @@ ENTRY %main (p: bf16[16,8]) -> bf16[16,8] {{
     (one,) = collectives_of(text, LAYOUT)
     assert (one.kind, one.axes, one.count) == ("ragged-all-to-all", ("fsdp",), 2)
     assert one.sent == 2 * 16 * 8 * 2 * 3 / 4
+
+
+GPU_TEXT = """\
+HloModule jit_train_step, is_scheduled=true
+
+%async_computation (p: f32[256,128]) -> f32[64,128] {
+  %p = f32[256,128]{1,0} parameter(0)
+  ROOT %reduce-scatter.2 = f32[64,128]{1,0} reduce-scatter(%p), channel_id=9, replica_groups=[2,4]<=[8], dimensions={0}, to_apply=%add
+}
+
+%body (c: (s32[], bf16[1,2048,256])) -> (s32[], bf16[1,2048,256]) {
+  %c = (s32[], bf16[1,2048,256]{2,1,0}) parameter(0)
+  %collective-permute-start = (bf16[1,2048,256]{2,1,0}, bf16[1,2048,256]{2,1,0}) collective-permute-start(%x), channel_id=1, source_target_pairs={{4,0},{5,1},{6,2},{7,3}}
+  %collective-permute-done = bf16[1,2048,256]{2,1,0} collective-permute-done(%collective-permute-start)
+  %ragged-all-to-all-start = ((bf16[4096,256]{1,0}, bf16[8192,256]{1,0}, s64[4]{0}, s64[4]{0}, s64[4]{0}, /*index=5*/s64[4]{0}), bf16[8192,256]{1,0}) ragged-all-to-all-start(%rows, %room, %a, %b, %d, /*index=5*/%e), channel_id=1, replica_groups={{0,1,2,3},{4,5,6,7}}
+  %ragged-all-to-all-start.1 = ((bf16[8192,256]{1,0}, bf16[4096,256]{1,0}, s64[4]{0}, s64[4]{0}, s64[4]{0}, /*index=5*/s64[4]{0}), bf16[4096,256]{1,0}) ragged-all-to-all-start(%room, %rows, %a, %b, %d, /*index=5*/%e), channel_id=1, replica_groups={{0,1,2,3},{4,5,6,7}}
+  ROOT %t = (s32[], bf16[1,2048,256]{2,1,0}) tuple(%i, %collective-permute-done)
+}
+
+ENTRY %main.1_spmd (param: f32[8]) -> f32[8] {
+  %w = (s32[], bf16[1,2048,256]{2,1,0}) while(%init), condition=%cond, body=%body, backend_config={"known_trip_count":{"n":"9"},"known_init_step":{"init":"0","step":"1"}}
+  %all-gather-start = ((bf16[64,128]{1,0}, f32[64,8]{1,0}), (bf16[256,128]{1,0}, f32[256,8]{1,0})) all-gather-start(%y, %z), channel_id=2, replica_groups=[2,4]<=[8], dimensions={0}, use_global_device_ids=true
+  %all-gather-done = (bf16[256,128]{1,0}, f32[256,8]{1,0}) all-gather-done(%all-gather-start)
+  %reduce-scatter-start = ((f32[256,128]{1,0}, f32[256,128]{1,0}), (f32[64,128]{1,0}, f32[64,128]{1,0})) reduce-scatter-start(%g, %h), channel_id=3, replica_groups=[2,4]<=[8], dimensions={0}, to_apply=%add
+  %async-start = ((f32[256,128]{1,0}), f32[64,128]{1,0}) async-start(%g), calls=%async_computation
+  %async-done = f32[64,128]{1,0} async-done(%async-start)
+  %all-to-all-start = ((s32[2,4]{1,0}), s32[2,4]{1,0}) all-to-all-start(%n), channel_id=1, replica_groups={{0,4},{1,5},{2,6},{3,7}}, dimensions={0}
+  ROOT %all-reduce-start = f32[4,512]{1,0} all-reduce-start(%v), channel_id=27, replica_groups=mesh['axis_0'=2,'axis_1'=1,'axis_2'=4] {'axis_0'}, use_global_device_ids=true, to_apply=%add, backend_config={"collective_backend_config":{"is_sync":true}}
+}
+"""  # noqa: E501
+
+
+def test_what_a_gpus_compiler_writes() -> None:
+    """Lines of a step of experts and stages that jax 0.10.2 compiled for h200:64, with fewer devices; and a call of
+    an exchange in the background, as other versions write it."""
+    found = {(one.kind, one.axes): one for one in collectives_of(GPU_TEXT, LAYOUT)}
+    counts = {key: (one.count, one.group) for key, one in found.items()}
+    assert counts == {
+        ("collective-permute", ("data",)): (9, 2),
+        ("ragged-all-to-all", ("fsdp",)): (18, 4),
+        ("all-gather", ("fsdp",)): (1, 4),
+        ("reduce-scatter", ("fsdp",)): (2, 4),
+        ("all-to-all", ("data",)): (1, 2),
+        ("all-reduce", ("data",)): (1, 2),
+    }
+    assert found["collective-permute", ("data",)].sent == 9 * 2048 * 256 * 2
+    assert found["ragged-all-to-all", ("fsdp",)].sent == 18 * 4096 * 256 * 2 * 3 / 4, "the rows, not the room for them"
+    assert found["all-gather", ("fsdp",)].sent == (256 * 128 * 2 + 256 * 8 * 4) * 3 / 4
+    assert found["reduce-scatter", ("fsdp",)].sent == 3 * 256 * 128 * 4 * 3 / 4
+    assert found["all-reduce", ("data",)].sent == 4 * 512 * 4 * 2 / 2

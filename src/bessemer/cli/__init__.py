@@ -16,7 +16,7 @@ import click
 from click.shell_completion import CompletionItem
 
 from bessemer import __version__
-from bessemer.cli.options import keep_memory, outlive_readers
+from bessemer.cli.options import keep_memory, outlive_readers, skip_cuda_checks
 from bessemer.errors import BessemerError, InputError, Stopped, did_you_mean, printable, runnable
 
 BEGAN = time.monotonic()
@@ -105,6 +105,7 @@ def main(arguments: list[str] | None = None) -> Any:
             from bessemer.cli.completion import answer_the_shell
 
             answer_the_shell()
+        skip_cuda_checks()
         atexit.register(_skip_finalization)  # first, hence run last: jax and trackers have ended their own work
         if sys.argv[1:2] in (["train"], ["resume"]):
             keep_memory()

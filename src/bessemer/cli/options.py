@@ -240,6 +240,16 @@ def keep_memory() -> None:
     os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], {**os.environ, **MALLOC})
 
 
+NVIDIA = ("/dev/nvidia0", "/dev/nvidiactl", "/dev/dxg")  # the last one in WSL
+
+
+def skip_cuda_checks() -> None:
+    """Keep JAX silent about missing CUDA libraries where there is no NVIDIA GPU: the extra `gpu-plan` installs its
+    plugin without them, and every start would print a traceback."""
+    if not any(os.path.exists(path) for path in NVIDIA):
+        os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
+
+
 GONE = (errno.EPIPE, errno.EIO, errno.ENXIO)
 
 

@@ -26,10 +26,10 @@ from bessemer.errors import InputError
 @click.option(
     "--no-compile",
     is_flag=True,
-    help="Skip memory and timing, for an answer in seconds at any size. With --topology: the analytic model.",
+    help="Skip memory and timing, for an answer in seconds at any size. With --topology: the analytic model alone.",
 )
 @click.option(
-    "--quick", is_flag=True, help="Compile for --topology with the least optimization, in a fifth of the time."
+    "--quick", is_flag=True, help="Compile for TPUs of --topology with the least optimization, in a fifth of the time."
 )
 @JSON
 def command(
@@ -44,7 +44,8 @@ def command(
     vocabulary size is then assumed, and the table says so.
 
     With --topology, for hardware that is not here: memory, collectives, roofline time, days and cost, whether it fits
-    and which setting to change. TPU steps are really compiled (extra: tpu-plan).
+    and which setting to change. The step is really compiled, for TPUs with the extra tpu-plan, for NVIDIA GPUs with
+    gpu-plan; without gpu-plan a GPU's memory and collectives are estimates.
 
     \b
     Examples:
@@ -52,6 +53,7 @@ def command(
       bessemer plan pretrain model.depth=12
       bessemer plan pretrain model.depth=20 --no-compile --json
       bessemer plan pretrain model.depth=12 --topology v5e:4x4
+      bessemer plan finetune-lora init=models/Llama-3.1-8B --topology h200:1
       bessemer plan pretrain model.depth=26 --topology h100:64 --sweep
     """
     recipe, overrides = split_words(words)

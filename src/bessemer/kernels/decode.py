@@ -17,6 +17,8 @@ from jax import Array
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
+from bessemer.topology.chips import backend
+
 BLOCK = 64
 """Places read at once: 16 KiB of keys in bf16 at head dimension 128."""
 PROGRAMS = 1024
@@ -70,7 +72,7 @@ def decode_attention(
         ],
         input_output_aliases={5: 3, 6: 4},
         compiler_params=plgpu.CompilerParams(num_warps=WARPS, num_stages=STAGES),
-        interpret=jax.default_backend() != "gpu",
+        interpret=backend() != "gpu",
     )(
         lengths.astype(jnp.int32),
         added.astype(jnp.int32),

@@ -16,7 +16,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from bessemer.kernels.norms import Implementation, on_rows
 from bessemer.kernels.ops import Axes, linear_gradients, over_tokens
-from bessemer.topology.chips import backend
+from bessemer.topology.chips import backend, traced_device
 from bessemer.topology.rules import constrain, shards
 
 SMALLEST = 4096
@@ -40,9 +40,9 @@ def can_join(h: Array, up: Array, implementation: Implementation) -> bool:
 
 def joins_on_chip(implementation: Implementation) -> bool:
     """Return whether the chip is a Hopper GPU, and the matrices whole on it."""
-    if implementation != "pallas" or backend() != "gpu" or jax.default_backend() != "gpu":
+    if implementation != "pallas" or backend() != "gpu":
         return False
-    return shards("mlp") == 1 and _kernels().runs_on(jax.devices()[0])
+    return shards("mlp") == 1 and _kernels().runs_on(traced_device())
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5))

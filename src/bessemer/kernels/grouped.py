@@ -30,7 +30,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from bessemer.kernels.quantized import Quantized, tied
-from bessemer.topology.chips import backend
+from bessemer.topology.chips import backend, traced_device
 
 IMPLEMENTATIONS = ("auto", "tiles", "ragged", "mosaic", "batched")
 COUNTED = 128  # rows whose order in a group is counted by one product
@@ -51,7 +51,7 @@ def choose_padded(rows: int, groups: int, dtype: Any, *widths: int) -> str:
     """Return the implementation that runs here if groups may be padded. widths: of the matrices' sides."""
     if backend() != "gpu" or rows < groups * ALIGNMENT["batched"]:  # decoding: padding would be most of the rows
         return choose("auto")
-    hopper = jax.default_backend() == "gpu" and _kernels().runs_on(jax.devices()[0])
+    hopper = traced_device() is not None and _kernels().runs_on(traced_device())
     if hopper and all(_kernels().suits(0, width, width, dtype) for width in widths):
         return "mosaic"
     return "batched"

@@ -17,6 +17,8 @@ from jax import Array
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
+from bessemer.topology.chips import backend
+
 COLUMNS = 4096  # columns held at a time
 WARPS = 16
 LARGEST_SHIFT = 40.0
@@ -58,7 +60,7 @@ def softmax_gradient(
         ],
         input_output_aliases={0: 0},
         compiler_params=plgpu.CompilerParams(num_warps=WARPS, num_stages=1),
-        interpret=jax.default_backend() != "gpu",
+        interpret=backend() != "gpu",
     )(logits, *aims)
     return gradient, nll[0] if targets.ndim == 1 else jnp.stack(nll, axis=-1)
 
@@ -86,7 +88,7 @@ class _Row:
             return z, z
         # The hardware's tanh is right to 2⁻¹¹, a quarter of the rounding of the bf16 logits it is given, and leaves
         # the kernel bound by memory: exact tanh took 28 ms of a 448 ms step at depth 12.
-        near = jax.default_backend() == "gpu" and self.ref.dtype == jnp.bfloat16
+        near = backend() == "gpu" and self.ref.dtype == jnp.bfloat16
         share = (plgpu.approx_tanh if near else jnp.tanh)(z * (1 / self.softcap))
         return self.softcap * share, share
 

@@ -72,7 +72,7 @@ def call(
         out_specs=specs[len(inputs) :],
         out_shape=[jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in outputs],
         compiler_params=plgpu.CompilerParams(num_warps=warps, num_stages=1),
-        interpret=jax.default_backend() != "gpu",
+        interpret=backend() != "gpu",
     )(*inputs)
 
 

@@ -24,6 +24,8 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from bessemer.topology.chips import traced_device
+
 HOPPER = "9.0"
 TINY = 1e-30
 WORKERS = 2
@@ -110,7 +112,7 @@ def _emptied(t: Tiles) -> Any:
 
 
 def _processors() -> int:
-    return getattr(jax.devices()[0], "core_count", None) or 1
+    return getattr(traced_device(), "core_count", None) or 1
 
 
 def _shared(shape: tuple[int, ...], dtype: Any) -> Any:

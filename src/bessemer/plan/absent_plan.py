@@ -1,29 +1,18 @@
-"""`bessemer plan --topology NAME`: what a recipe will take on hardware that is not here, as one document.
-
-For TPUs the training step is compiled on any CPU machine (extra `tpu-plan`): libtpu has the compiler. The devices of
-`jax.experimental.topologies` cannot compute, so nothing may run eagerly while their mesh is in force.
-"""
+"""`bessemer plan --topology NAME`: what a recipe will take on hardware that is not here, as one document."""
 
 from __future__ import annotations
 
-import importlib.util
-import math
 import os
-import re
-import threading
-import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import jax
-from jax.sharding import AxisType, Mesh
-
 from bessemer.config import dotted
 from bessemer.errors import InputError, to_install
-from bessemer.plan.collectives import Collective, Layout, collectives_of, describe
+from bessemer.kernels.attention import flash_scratch
+from bessemer.plan.collectives import Collective, describe
+from bessemer.plan.compiled import COMPILERS, Compiled, Say, compile_step, has_compiler, require_libtpu
 from bessemer.plan.document import plan_flops, plan_horizon, plan_model, plan_pipeline
 from bessemer.plan.estimate import (
     Choice,
@@ -38,152 +27,10 @@ from bessemer.plan.estimate import (
     step_time,
     terms_of,
 )
-from bessemer.plan.trainer import MICRO, AbsentTopology, Target, parse_target, planned_trainer
-from bessemer.topology import AXES, Topology, arrange, placement, planned_for
-from bessemer.training.feed import abstract_batch
+from bessemer.plan.trainer import MICRO, Target, parse_target, planned_trainer
+from bessemer.topology import AXES, placement
 from bessemer.training.launch import Overrides
-from bessemer.training.setup.compiled import abstract_state, jit_train_step, make_optimizer
-from bessemer.training.setup.microbatch import SPARE, StepMemory, candidates, step_bytes
-
-# --- compiling for TPUs that are not here ---
-
-
-USED = re.compile(
-    r"(?:Used |required for [\w ]*\()([\d.]+)([KMGT])(?: of |\) exceeds available HBM \()([\d.]+)([KMGT])"
-)
-UNITS = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
-QUIET = {
-    "TPU_SKIP_MDS_QUERY": "1",
-    "TPU_MIN_LOG_LEVEL": "3",
-    "TPU_STDERR_LOG_LEVEL": "3",
-    "TPU_WORKER_HOSTNAMES": "localhost",
-    "TPU_ACCELERATOR_TYPE": "v5litepod-1",
-}
-"""Without these, libtpu searches for its machine and prints warnings, then compiles all the same."""
-
-LEAST = -1.0
-PATIENCE = 20.0  # seconds between two signs of life
-Say = Callable[[str], None]
-
-
-@dataclass(frozen=True)
-class Compiled:
-    """What the compiler planned. `memory` is None if it ran out; `needed` and `limit` are then its own figures."""
-
-    memory: StepMemory | None
-    collectives: tuple[Collective, ...]
-    seconds: float
-    needed: float | None = None
-    limit: float | None = None
-    message: str = ""
-    notes: tuple[str, ...] = ()
-
-
-def has_compiler() -> bool:
-    """Return whether libtpu is installed."""
-    return bool(os.environ.get("TPU_LIBRARY_PATH")) or importlib.util.find_spec("libtpu") is not None
-
-
-def require_compiler(name: str) -> None:
-    if not has_compiler():
-        raise InputError(
-            f"--topology {name} is compiled with libtpu, which is not installed: {to_install('tpu-plan')}. "
-            "Or give --no-compile for the analytic model alone, in seconds."
-        )
-
-
-def compile_step(step: PlannedStep, node: int | None, say: Say, quick: bool = False) -> Compiled:
-    """Compile the step for its absent TPUs. Out of memory is a result; any other error is raised.
-
-    quick: compile with the least effort, in a fifth of the time; memory and traffic are then overestimated.
-    """
-    plan, hooks, functions = step.plan, step.hooks, step.functions
-    own = plan.context.topology
-    assert isinstance(own, AbsentTopology)
-    key = jax.eval_shape(lambda: jax.random.key(0))
-    mesh, notes = compile_mesh(own)
-    topology = Topology(mesh, own.chip, own.settings, own.rest_rules, own.compute_rules)
-    plan = replace(plan, context=replace(plan.context, topology=topology))
-    begun = time.monotonic()
-    try:
-        with planned_for("tpu"), _effort(quick), _signs_of_life(say):
-            abstract, placed = abstract_state(plan, hooks, make_optimizer(plan, hooks))
-            fields, sharding = plan.data.fields, topology.batch_sharding(1)
-            batch = abstract_batch(fields, functions.micro, functions.accumulate_steps, sharding)
-            step_program = jit_train_step(plan, hooks, placed, functions.accumulate_steps)
-            with topology.scope():
-                program = step_program.lower(abstract, batch, key).compile()
-    except jax.errors.JaxRuntimeError as error:
-        if "RESOURCE_EXHAUSTED" not in str(error):
-            raise
-        message = " ".join(str(error).split())[:300]
-        return Compiled(None, (), time.monotonic() - begun, *_words_of(str(error)), message, notes)
-    layout = Layout({axis: int(mesh.shape[axis]) for axis in AXES}, node)
-    found = collectives_of(program.as_text(), layout)
-    return Compiled(step_bytes(program), tuple(found), time.monotonic() - begun, notes=notes)
-
-
-def compile_mesh(topology: AbsentTopology) -> tuple[Mesh, tuple[str, ...]]:
-    """Return the mesh over compile-only devices, placed as in a run, and notes on the placement."""
-    from jax.experimental import topologies
-
-    for name, value in QUIET.items():
-        os.environ.setdefault(name, value)
-    target = topology.target
-    sizes = tuple(int(topology.mesh.shape[axis]) for axis in AXES)
-    options: dict[str, Any] = {"num_slices": target.slices} if target.slices > 1 else {}
-    if math.prod(target.grid) == 1:
-        options["chips_per_host_bounds"] = (1, 1, 1)
-    try:
-        described = topologies.get_topology_desc(target.compiler_name, "tpu", **options)
-    except (jax.errors.JaxRuntimeError, RuntimeError, ValueError) as error:
-        first = str(error).splitlines()[0][:300]
-        raise InputError(
-            f"--topology {target.name}: libtpu makes no such slice ({first}). Try another shape, or --no-compile."
-        ) from error
-    placed, notes = arrange(sizes, described.devices)
-    return Mesh(placed, AXES, axis_types=(AxisType.Auto,) * len(AXES)), notes
-
-
-def _words_of(message: str) -> tuple[float | None, float | None]:
-    """Return (bytes needed, bytes available) of the compiler's message."""
-    found = USED.search(message)
-    if found is None:
-        return None, None
-    needed, unit, limit, other = found.groups()
-    return float(needed) * UNITS[unit], float(limit) * UNITS[other]
-
-
-@contextmanager
-def _effort(quick: bool) -> Iterator[None]:
-    name = "jax_exec_time_optimization_effort"
-    before = getattr(jax.config, name)
-    jax.config.update(name, LEAST if quick else before)
-    try:
-        yield
-    finally:
-        jax.config.update(name, before)
-
-
-@contextmanager
-def _signs_of_life(say: Say) -> Iterator[None]:
-    begun, done = time.monotonic(), threading.Event()
-
-    def talk() -> None:
-        while not done.wait(PATIENCE):
-            say(f"compiling, {time.monotonic() - begun:.0f} s")
-
-    thread = threading.Thread(target=talk, daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        done.set()
-        thread.join()
-
-
-# --- the plan ---
-
+from bessemer.training.setup.microbatch import SPARE, candidates
 
 BLOCK = ("block",)
 MOST_TENSOR = 8  # tensor parallelism beyond this sends more than it computes on every chip of the table
@@ -230,22 +77,27 @@ def make_absent_plan(
     prices: Path | None = None,
     say: Say = lambda text: None,
 ) -> dict[str, Any]:
-    """Return everything that is known without the hardware. A TPU's step is compiled unless `compiles` is False."""
-    target, compiles = asked_of(topology, compiles)
+    """Return everything that is known without the hardware. The step is compiled unless `compiles` is False, or the
+    hardware is GPUs and their compiler is not installed."""
+    target, compiles, notes = asked_of(topology, compiles)
     planned = estimated(recipe, overrides, target, prices)
     choice = planned.estimate.choice
     mesh = " × ".join(f"{axis} {size}" for axis, size in choice.axes.items() if size > 1) or "of one device"
     what = f"the step for {target.name}, mesh {mesh}, {choice.rows} sequence(s) per device"
-    return document(recipe, planned, compiled(planned, what, say, quick) if compiles else None)
+    return document(recipe, planned, compiled(planned, what, say, quick) if compiles else None, notes)
 
 
-def asked_of(topology: str, compiles: bool) -> tuple[Target, bool]:
-    """Return the target of --topology, and whether its step is compiled: only a TPU's, with libtpu installed."""
+def asked_of(topology: str, compiles: bool) -> tuple[Target, bool, tuple[str, ...]]:
+    """Return the target of --topology, whether its step is compiled, and notes. Without the compiler a TPU's plan is an
+    error; a GPU's is analytic, and a note says so."""
     target = parse_target(topology)
-    compiles = compiles and target.platform == "tpu"
-    if compiles:
-        require_compiler(target.name)
-    return target, compiles
+    if compiles and target.platform == "tpu":
+        require_libtpu(target.name)
+    if compiles and not has_compiler(target.platform):
+        return target, False, (f"memory and collectives are estimates; to compile the step: {to_install('gpu-plan')}",)
+    if compiles and target.platform == "gpu":  # JAX looks for plugins when a device is first asked for
+        os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
+    return target, compiles, ()
 
 
 def compiled(planned: Planned, what: str, say: Say, quick: bool) -> Compiled:
@@ -293,7 +145,7 @@ def _with_micro_batch(step: PlannedStep, made: Estimate, why: str) -> PlannedSte
     return replace(step, plan=replace(step.plan, context=context), functions=functions)
 
 
-def document(recipe: Any, planned: Planned, program: Compiled | None) -> dict[str, Any]:
+def document(recipe: Any, planned: Planned, program: Compiled | None, notes: Sequence[str] = ()) -> dict[str, Any]:
     plan, functions = planned.facts.step.plan, planned.facts.step.functions
     context = plan.context
     found = planned.estimate.collectives if program is None or program.memory is None else program.collectives
@@ -308,6 +160,7 @@ def document(recipe: Any, planned: Planned, program: Compiled | None) -> dict[st
         "devices": context.topology.describe(),
         "pipeline": plan_pipeline(plan),
         "method": "analytic" if program is None else "compiled",
+        "compiler": None if program is None else COMPILERS[planned.target.platform],
         "compile_seconds": None if program is None else round(program.seconds, 1),
         "memory": memory_of(planned, program),
         "collectives": describe(found),
@@ -316,8 +169,29 @@ def document(recipe: Any, planned: Planned, program: Compiled | None) -> dict[st
         "time": spent,
         "cost": run_cost(spent["seconds"], planned.target, planned.terms),
         "placement": placement(state.params, placed.params),
-        "notes": [*(program.notes if program else ()), *context.config.notes, *planned.lines],
+        "notes": [
+            *notes,
+            *(program.notes if program else ()),
+            *documents_note(planned),
+            *context.config.notes,
+            *planned.lines,
+        ],
     }
+
+
+def documents_note(planned: Planned) -> list[str]:
+    """Return what a document takes where the most documents per row are unknown, as they are without the data."""
+    facts, axes = planned.facts, planned.estimate.choice.axes
+    shape = facts.shape
+    split = any(size > 1 for size in axes.values())
+    if shape is None or split or not facts.masked_by_documents or facts.step.model.max_documents:
+        return []
+    sums = 4 * shape.depth * shape.heads * facts.block
+    size = (flash_scratch(1, facts.block, shape.heads, shape.head_dim) + sums) / 2**20
+    return [
+        f"the data decides how many documents a row holds, and each takes {size:.0f} MiB in cuDNN's attention: one per "
+        "row is counted, N with architecture.max_documents=N"
+    ]
 
 
 def memory_of(planned: Planned, program: Compiled | None) -> dict[str, Any]:
@@ -331,8 +205,9 @@ def memory_of(planned: Planned, program: Compiled | None) -> dict[str, Any]:
         memory = program.memory
         kept = parts["parameters"] + parts["optimizer"] + parts["frozen"] + parts["other"]
         parts |= {"gradients": None, "activations": None, "workspace": None, "temporaries": memory.temporaries}
-        parts |= {"batch": max(0, memory.arguments - kept), "peak": memory.total}
-        fits = memory.total <= limit
+        peak = max(memory.total + parts["attention"], kept + parts["rollout"])
+        parts |= {"batch": max(0, memory.arguments - kept), "peak": peak}
+        fits = peak <= (limit if planned.target.platform == "tpu" else SPARE * limit)
     else:
         limit = program.limit or limit
         parts |= {"peak": None if program.needed is None else round(program.needed)}
@@ -443,9 +318,9 @@ def make_sweep(
 ) -> dict[str, Any]:
     """Return the document of the fastest plan that fits, with the ranking and the command that uses it.
 
-    On a TPU the best few by the estimate are compiled, and the fastest that really fits is taken.
+    The best few by the estimate are compiled, and the fastest that really fits is taken.
     """
-    target, compiles = asked_of(topology, compiles)
+    target, compiles, notes = asked_of(topology, compiles)
     fixed = [word for word in overrides if word.partition("=")[0] not in SWEPT]
     spare = [word for word in overrides if word not in fixed]
     if spare:
@@ -468,7 +343,7 @@ def make_sweep(
         words = changes(start, choice)
         planned = estimated(recipe, [*fixed, *words], target, prices)
         program = compiled(planned, " ".join(words), say, quick) if compiles else None
-        documents.append(document(recipe, planned, program) | {"settings": words})
+        documents.append(document(recipe, planned, program, notes) | {"settings": words})
     fitting = [one for one in documents if one["memory"]["fits"]] or documents
     best = min(fitting, key=lambda one: float(one["time"]["step_seconds"]))
     best["sweep"] = {"tried": count, "fit": len(rows), "best": [row for _, row in rows[:SHOWN]]}

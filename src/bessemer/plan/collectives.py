@@ -186,11 +186,13 @@ def _read(name: str, words: str, into: Computation, chains: set[tuple[str, ...]]
     base = opcode.removesuffix("-start")
     if base in KINDS:
         chain = CHAIN.search(rest)
-        if (
-            opcode == "ragged-all-to-all"
-        ):  # one side has room for the worst case, the other has the rows of an even load
-            sent = OPERAND.search(rest)
-            kind = min(kind, into.types.get(sent[1] if sent else "", kind), key=_type_bytes)
+        if base == "ragged-all-to-all":  # one side has room for the worst case, the other the rows of an even load
+            sides = [found[0] for found in ARRAY.finditer(kind)]
+            if opcode == base and (
+                sent := OPERAND.search(rest)
+            ):  # of a start the type names its operands, the sent first
+                sides.append(into.types.get(sent[1], kind))
+            kind = min(sides[0], sides[-1], key=_type_bytes)
         if chain is None or chain.groups() not in chains:
             into.collectives.append((opcode, kind, rest))
         chains |= {chain.groups()} if chain else set()

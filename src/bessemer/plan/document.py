@@ -236,8 +236,9 @@ PARTS = {
     "gradients": "float32, as they rest, when memory is fullest",
     "activations": "kept for the backward pass of a micro-batch",
     "workspace": "the largest results, gathered weights, gradients of a recomputed block",
+    "attention": "cuDNN's own, while attention with documents runs backward",
     "rollout": "KV caches and decoding weights while completions are sampled, in place of the three above",
-    "temporaries": "gradients, activations and workspace together",
+    "temporaries": "gradients, activations and workspace together, of the compiled step",
 }
 
 
@@ -263,7 +264,9 @@ def _absent_head(plan: dict[str, Any]) -> str:
     mesh = " × ".join(f"{axis} {size}" for axis, size in devices["axes"].items())
     how = "the analytic model"
     if plan["method"] == "compiled":
-        how = f"the step compiled with libtpu in {plan['compile_seconds']:.0f} s; time by the analytic model"
+        how = (
+            f"the step compiled with {plan['compiler']} in {plan['compile_seconds']:.0f} s; time by the analytic model"
+        )
     lines = [
         f"plan       {plan['recipe']}, not run: {how}",
         f"{words}; {compact(model['parameters']['total'])} parameters",

@@ -1,12 +1,13 @@
 """The analytic model: memory, collectives and roofline time of one step, for any mesh, micro-batch and remat.
 
-    peak = max of  forward   state + G·[S > 1] + kept tensors + workspace
-                   backward  state + G·(1 + [S > 1]) + workspace
+    peak = max of  forward   state + G·[S > 1] + kept tensors + workspace + scratch
+                   backward  state + G·(1 + [S > 1]) + workspace + scratch
                    update    state + G + the optimizer's own matrices
                    rollout   state + KV cache + matrices in compute precision      (runs that sample)
 
 G: float32 gradients as they rest. S: micro-batches of a step. With fsdp the largest parameter is also gathered,
-with its gradient. With stages, kept tensors are those of models/pipeline.py (`_stage_memory`).
+with its gradient. With stages, kept tensors are those of models/pipeline.py (`_stage_memory`). Scratch is what cuDNN's
+attention works in, where documents mask it.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ import jax
 
 from bessemer.config.recipes import read_yaml
 from bessemer.errors import InputError, nearest
+from bessemer.kernels.attention import document_slots, flash_scratch
 from bessemer.models.gpt import GPT
 from bessemer.models.layers import remat_names
 from bessemer.models.pipeline import bubble, micro_batches
@@ -39,6 +41,7 @@ from bessemer.training.setup.microbatch import SPARE, accumulation
 from bessemer.training.setup.model import precision_of
 
 SLOTS = "grpo/slots"
+DOCUMENTS = "segment_ids"  # the field of a batch
 
 
 # --- what a model and its step need, whatever the mesh ---
@@ -150,6 +153,27 @@ class Facts:
             return 0.0
         whole = self.kept(("none",))
         return whole.activations(whole.rows) / whole.rows / (self.shape.depth if self.shape else 1)
+
+    @cached_property
+    def masked_by_documents(self) -> bool:
+        """Return whether cuDNN's attention sees the documents of its rows."""
+        model = self.step.model
+        if not isinstance(model, Transformer) or not model.document_mask or DOCUMENTS not in self.step.plan.data.fields:
+            return False
+        with self.step.plan.context.topology.scope():
+            return model.chosen_kernels()["attention"][0] == "cudnn"
+
+    def attention_scratch(self, choice: Choice) -> float:
+        """Return the bytes that cuDNN's attention works in: it has a slot for every document where the mesh splits
+        neither rows nor heads and the most documents per row are known, else one for every row."""
+        model, shape = self.step.model, self.shape
+        if not self.masked_by_documents or shape is None:
+            return 0.0
+        rows = choice.rows if choice.stages == 1 else 1
+        alone = all(size == 1 for size in choice.axes.values())
+        slots = document_slots(rows, model.document_slots(rows)) if alone and model.max_documents else rows
+        split = choice.axes["tensor"] * choice.axes["context"]
+        return flash_scratch(slots, self.block, shape.heads, shape.head_dim) / split
 
     def rollout_bytes(self, axes: Mapping[str, int]) -> float:
         """Return the bytes of sampling completions on one device: the KV caches of the rows being written and of their
@@ -326,6 +350,7 @@ class Memory:
     gradients: float
     activations: float
     workspace: float
+    attention: float  # what cuDNN works in, where documents mask attention; no compiler counts it
     rollout: float  # while completions are sampled, when gradients, activations and workspace are empty
     peak: float
 
@@ -371,8 +396,9 @@ def peak_memory(facts: Facts, choice: Choice, steps: int) -> Memory:
     gathered = state.largest * (1 + 2 * used) if axes["fsdp"] > 1 else state.largest * used
     workspace = kept.workspace(choice.rows, *split) + gathered + recomputed  # the gradients of that block
     several = steps > 1
-    forward = several * state.trained + activations + workspace
-    backward = (1 + several) * state.trained + workspace
+    scratch = facts.attention_scratch(choice)
+    forward = several * state.trained + activations + workspace + scratch
+    backward = (1 + several) * state.trained + workspace + scratch
     # Muon: the update in float32 as it rests, and three stacks of a device's share in the compute dtype
     matrices = facts.muon_parameters / axes["tensor"]
     own = matrices * (4 / axes["fsdp"] + 3 * facts.compute_bytes / (axes["fsdp"] * axes["data"]))
@@ -381,7 +407,7 @@ def peak_memory(facts: Facts, choice: Choice, steps: int) -> Memory:
     gradients = {forward: several, backward: 1 + several, update: 1}[above] * state.trained
     rollout = facts.rollout_bytes(axes)
     resting = (state.parameters, state.optimizer, state.frozen, state.other)
-    return Memory(*resting, gradients, activations, workspace, rollout, held + max(above, rollout))
+    return Memory(*resting, gradients, activations, workspace, scratch, rollout, held + max(above, rollout))
 
 
 def step_flops(facts: Facts, choice: Choice) -> tuple[float, float]:

@@ -5,7 +5,7 @@ storage (parameters, optimizer state) and for computing (weights in use, activat
 """
 
 from bessemer.topology.bootstrap import absent_processes, farewell, keep_stdout_clean, start_distributed
-from bessemer.topology.chips import CHIPS, Chip, backend, chip_of, has_float8, planned_for
+from bessemer.topology.chips import CHIPS, Chip, backend, chip_of, has_float8, planned_for, traced_device
 from bessemer.topology.distributed import (
     CompiledTogether,
     StepAgreement,

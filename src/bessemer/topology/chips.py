@@ -100,18 +100,28 @@ def has_float8(device: Any) -> bool:
     return chip is not None and chip.fp8_flops is not None
 
 
-_planned: ContextVar[str | None] = ContextVar("planned_backend", default=None)
+_planned: ContextVar[tuple[str, Any] | None] = ContextVar("planned_backend", default=None)
 
 
 def backend() -> str:
     """Return `cpu`, `gpu` or `tpu`: what programs are traced for, which chooses dtypes, tiles and kernels."""
-    return _planned.get() or jax.default_backend()
+    planned = _planned.get()
+    return jax.default_backend() if planned is None else planned[0]
+
+
+def traced_device() -> Any:
+    """Return a device that programs are traced for; None in a plan without a compiler, which has none."""
+    planned = _planned.get()
+    return jax.devices()[0] if planned is None else planned[1]
 
 
 @contextmanager
-def planned_for(platform: str) -> Iterator[None]:
-    """Trace programs as for `platform`, so that a plan compiles what would run there; they cannot run here."""
-    token = _planned.set(platform)
+def planned_for(platform: str, device: Any = None) -> Iterator[None]:
+    """Trace programs as for `platform`, so that a plan compiles what would run there; they cannot run here.
+
+    device: a compile-only one, which kernels ask what it can do.
+    """
+    token = _planned.set((platform, device))
     try:
         yield
     finally:
