@@ -18,7 +18,7 @@ from tests.quick import OLDER_LOOPS
 
 from bessemer.errors import InputError
 from bessemer.kernels.attention import ABSENT, KERNELS, Layout, choose_attention, splash_attention
-from bessemer.plan.absent_plan import QUIET
+from bessemer.plan.compiled import QUIET
 from bessemer.topology import planned_for
 
 

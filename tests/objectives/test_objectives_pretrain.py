@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from bessemer.errors import InputError
-from bessemer.losses.further_tokens import PROGRESS
+from bessemer.losses.cross_entropy import PROGRESS
 from bessemer.models.gpt import GPT
 from bessemer.models.protocol import LanguageModel
 from bessemer.objectives.pretrain import PretrainSettings, pretrain

@@ -20,9 +20,8 @@ from bessemer.kernels.attention import absent_flash, document_slots, flash_scrat
 from bessemer.kernels.grouped import choose_padded
 from bessemer.models.layers import rematerialized
 from bessemer.plan.absent_plan import document, estimated, make_absent_plan, memory_of
-from bessemer.plan.compiled import Compiled, has_compiler
+from bessemer.plan.compiled import GENERATIONS, GPUS, Compiled, has_compiler, target_config
 from bessemer.plan.document import render_absent
-from bessemer.plan.gpus import GENERATIONS, GPUS, target_config
 from bessemer.plan.trainer import parse_target
 from bessemer.topology import CHIPS, planned_for, traced_device
 from bessemer.training.setup.microbatch import StepMemory

@@ -27,8 +27,7 @@ from jax import Array
 
 from bessemer.config import field
 from bessemer.errors import InputError
-from bessemer.losses.cross_entropy import Projection, logits_loss, target_weights
-from bessemer.losses.further_tokens import join_further
+from bessemer.losses.cross_entropy import Projection, join_further, logits_loss, target_weights
 from bessemer.losses.token_scores import policy_scores, token_logprobs, token_scores
 from bessemer.topology import unbox
 
@@ -78,7 +77,7 @@ class Model(nn.Module, ABC):
     ) -> tuple[Array, Array, dict[str, Array]]:
         """Return (Σ w·loss, Σ w, {"nll": Σ w·nll}). w is `loss_mask` (1 without one), 0 where the target is below 0.
 
-        further: (n,), weights of the losses of n more tokens ahead (`losses.further_tokens`); their mean nll is
+        further: (n,), weights of the losses of n more tokens ahead (`losses.cross_entropy`); their mean nll is
         "further_nll".
         """
 

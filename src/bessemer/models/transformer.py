@@ -23,8 +23,7 @@ from bessemer.kernels.attention import (
 )
 from bessemer.kernels.decode import decode_attention, suits_decode
 from bessemer.kernels.norms import choose_kernels
-from bessemer.losses.cross_entropy import Projection, cross_entropy, soft_cap, target_weights
-from bessemer.losses.further_tokens import join_further
+from bessemer.losses.cross_entropy import Projection, cross_entropy, join_further, soft_cap, target_weights
 from bessemer.models.cache import Cache, begin, empty_cache, held_positions, unwrite, write
 from bessemer.models.layers import TENSOR_NAMES, Attend, remat_names
 from bessemer.models.lora import drops

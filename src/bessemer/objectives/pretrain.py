@@ -9,7 +9,7 @@ from jax import Array
 
 from bessemer.config import field
 from bessemer.errors import InputError
-from bessemer.losses.further_tokens import PROGRESS, weights_at
+from bessemer.losses.cross_entropy import PROGRESS, weights_at
 from bessemer.objectives import Apply, Batch, Sums
 from bessemer.registry import objectives
 
@@ -56,7 +56,7 @@ class PretrainSettings(NextTokenSettings):
 @objectives.register("pretrain", aliases=("seq",), settings=(PretrainSettings,))
 def pretrain(apply: Apply, params: Any, batch: Batch, key: Array | None, settings: PretrainSettings) -> Sums:
     """`next_token_loss`, to which `mtp` adds the losses of further tokens while training, with weights that fall to 0
-    (`losses/further_tokens.py`; Gloeckle et al. 2024). Their mean nll, weights left out, is `further_nll`.
+    (`losses/cross_entropy.py`; Gloeckle et al. 2024). Their mean nll, weights left out, is `further_nll`.
     """
     if not settings.mtp or key is None:
         return next_token_loss(apply, params, batch, key, settings)

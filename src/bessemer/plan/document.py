@@ -19,7 +19,7 @@ import numpy as np
 from bessemer.config import dotted
 from bessemer.console import compact, counted, duration, figure, in_parts, table
 from bessemer.errors import InputError
-from bessemer.losses.further_tokens import PROGRESS
+from bessemer.losses.cross_entropy import PROGRESS
 from bessemer.models.lookup import without_lookup
 from bessemer.models.pipeline import bubble, micro_batches
 from bessemer.models.protocol import Model

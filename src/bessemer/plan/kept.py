@@ -18,7 +18,7 @@ from flax import linen as nn
 from jax.extend.core import Literal, jaxprs_in_params
 
 from bessemer.data.rows.rows import Fields
-from bessemer.losses.further_tokens import PROGRESS
+from bessemer.losses.cross_entropy import PROGRESS
 from bessemer.models.shape import Shape
 from bessemer.models.transformer import Transformer
 from bessemer.training.setup.model import make_apply

@@ -14,8 +14,7 @@ import jax.numpy as jnp
 
 from bessemer.data.rows.rows import COMPLETIONS
 from bessemer.kernels.ops import ROW_KEYS, row_keys
-from bessemer.losses.cross_entropy import target_weights
-from bessemer.losses.further_tokens import PROGRESS
+from bessemer.losses.cross_entropy import PROGRESS, target_weights
 from bessemer.models.moe import LOAD, balance_metrics
 from bessemer.optim.state import apply_updates
 from bessemer.training.state import Statistics, TrainState, judge, widened
