@@ -90,22 +90,13 @@ def compile_step(step: PlannedStep, node: int | None, say: Say, quick: bool = Fa
     node: GPUs that share one. quick: compile with the least effort, for TPUs in a fifth of the time; memory and traffic
     are then overestimated.
     """
-    plan, hooks, functions = step.plan, step.hooks, step.functions
-    own = plan.context.topology
+    own = step.plan.context.topology
     assert isinstance(own, AbsentTopology)
-    key = jax.eval_shape(lambda: jax.random.key(0))
     mesh, notes = compile_mesh(own, node)
-    topology = Topology(mesh, own.chip, own.settings, own.rest_rules, own.compute_rules)
-    plan = replace(plan, context=replace(plan.context, topology=topology))
     begun = time.monotonic()
     try:
-        with planned_for(own.platform, mesh.devices.flat[0]), _effort(quick), _signs_of_life(say):
-            abstract, placed = abstract_state(plan, hooks, make_optimizer(plan, hooks))
-            fields, sharding = plan.data.fields, topology.batch_sharding(1)
-            batch = abstract_batch(fields, functions.micro, functions.accumulate_steps, sharding)
-            step_program = jit_train_step(plan, hooks, placed, functions.accumulate_steps)
-            with topology.scope():
-                program = step_program.lower(abstract, batch, key).compile()
+        with _effort(quick), _signs_of_life(say):
+            program = compile_program(step, mesh)
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
@@ -114,6 +105,22 @@ def compile_step(step: PlannedStep, node: int | None, say: Say, quick: bool = Fa
     layout = Layout({axis: int(mesh.shape[axis]) for axis in AXES}, node)
     found = collectives_of(program.as_text(), layout)
     return Compiled(step_bytes(program), tuple(found), time.monotonic() - begun, notes=notes)
+
+
+def compile_program(step: PlannedStep, mesh: Mesh) -> Any:
+    """Return the executable of the step for a mesh of `compile_mesh`."""
+    plan, hooks, functions = step.plan, step.hooks, step.functions
+    own = plan.context.topology
+    topology = Topology(mesh, own.chip, own.settings, own.rest_rules, own.compute_rules)
+    plan = replace(plan, context=replace(plan.context, topology=topology))
+    key = jax.eval_shape(lambda: jax.random.key(0))
+    with planned_for(own.platform, mesh.devices.flat[0]):
+        abstract, placed = abstract_state(plan, hooks, make_optimizer(plan, hooks))
+        fields, sharding = plan.data.fields, topology.batch_sharding(1)
+        batch = abstract_batch(fields, functions.micro, functions.accumulate_steps, sharding)
+        step_program = jit_train_step(plan, hooks, placed, functions.accumulate_steps)
+        with topology.scope():
+            return step_program.lower(abstract, batch, key).compile()
 
 
 def compile_mesh(topology: AbsentTopology, node: int | None) -> tuple[Mesh, tuple[str, ...]]:
