@@ -45,7 +45,10 @@ class Gemma(Llama):
     )
     norm_epsilon: float = field("architecture/norm_epsilon", default=1e-6, minimum=0, help="ε of the norms")
     query_scalar: float = field(
-        "architecture/query_scalar", default=0.0, minimum=0, help="scores are q·k over the root of it; 0 = head_dim"
+        "architecture/query_scalar",
+        default=0.0,
+        minimum=0,
+        help="attention scores are q·k / √query_scalar; 0 = head_dim",
     )
     attention_cap: float = field(
         "architecture/attention_cap", default=0.0, minimum=0, help="c·tanh(scores/c); 0 = off (gemma 2: 50)"

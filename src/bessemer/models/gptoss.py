@@ -69,7 +69,9 @@ class GptOss(Llama):
         "architecture/rope/type", default="default", choices=ROPE_TYPES, help="scaling of rotary frequencies"
     )
     swiglu_alpha: float = field("architecture/swiglu_alpha", default=ALPHA, above=0, help="α of gate · sigmoid(α gate)")
-    swiglu_limit: float = field("architecture/swiglu_limit", default=LIMIT, above=0, help="where gate and up are cut")
+    swiglu_limit: float = field(
+        "architecture/swiglu_limit", default=LIMIT, above=0, help="gate and up are clipped at it"
+    )
 
     @property
     def natural_type(self) -> str:

@@ -453,11 +453,22 @@ class Llama(Transformer, ExpertSettings):
     rope_beta_slow: float = field("architecture/rope/beta_slow", default=1.0, above=0, help="yarn's β_slow")
     rope_truncate: bool = field("architecture/rope/truncate", default=True, help="yarn: whole dimensions only")
     rope_attention_factor: float = field(
-        "architecture/rope/attention_factor", default=0.0, minimum=0, help="yarn: of queries and keys; 0 = derived"
+        "architecture/rope/attention_factor",
+        default=0.0,
+        minimum=0,
+        help="yarn: factor on queries and keys; 0 = derived",
     )
-    rope_mscale: float = field("architecture/rope/mscale", default=0.0, minimum=0, help="yarn: strength; 0 = 1")
+    rope_mscale: float = field(
+        "architecture/rope/mscale",
+        default=0.0,
+        minimum=0,
+        help="yarn: strength of attention_factor; used if mscale_all_dim is set too",
+    )
     rope_mscale_all_dim: float = field(
-        "architecture/rope/mscale_all_dim", default=0.0, minimum=0, help="yarn: divided by that of this strength"
+        "architecture/rope/mscale_all_dim",
+        default=0.0,
+        minimum=0,
+        help="yarn: strength of the divisor of attention_factor; used if mscale is set too",
     )
 
     @property

@@ -54,7 +54,7 @@ T = TypeVar("T")
 @dataclass(frozen=True)
 class LoraSettings:
     rank: int = field("lora/rank", default=0, minimum=0, help="r of the low-rank adapters; 0 = no adapters")
-    alpha: float = field("lora/alpha", default=16.0, above=0, help="adapters count α/r times")
+    alpha: float = field("lora/alpha", default=16.0, above=0, help="adapters are scaled by α/r")
     rank_stabilized: bool = field("lora/rank_stabilized", default=False, help="α/√r in place of α/r, for large ranks")
     targets: tuple[str, ...] = field(
         "lora/targets",
@@ -66,13 +66,13 @@ class LoraSettings:
         "lora/rank_pattern",
         default_factory=dict,
         minimum=1,
-        help="pattern → rank of the matrices it matches, in place of lora.rank; of several the longest counts",
+        help="pattern → rank of the matrices it matches, in place of lora.rank; the longest pattern wins",
     )
     alpha_pattern: dict[str, float] = field(
         "lora/alpha_pattern",
         default_factory=dict,
         above=0,
-        help="pattern → α of the matrices it matches, in place of lora.alpha; of several the longest counts",
+        help="pattern → α of the matrices it matches, in place of lora.alpha; the longest pattern wins",
     )
     dropout: float = field(
         "lora/dropout", default=0.0, minimum=0.0, below=1.0, help="dropout of the input of the adapters, in training"

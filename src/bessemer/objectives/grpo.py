@@ -41,7 +41,10 @@ class SampledSettings:
     """How completions are sampled; for every objective with the trait `rollouts`."""
 
     temperature: float = field(
-        "grpo/temperature", default=1.0, minimum=1e-3, help="of sampling; by rewards that policy is trained"
+        "grpo/temperature",
+        default=1.0,
+        minimum=1e-3,
+        help="sampling temperature; with rewards also that of the trained policy",
     )
     max_completion_length: int = field(
         "grpo/max_completion_length", default=64, minimum=1, help="tokens of a completion at most"
@@ -85,7 +88,7 @@ class GrpoSettings(SampledSettings):
         "grpo/overlong",
         default="keep",
         choices=("keep", "mask"),
-        help="completions cut at that length: train on them, or leave their tokens out",
+        help="completions cut at max_completion_length: train on them, or leave their tokens out",
     )
     overlong_penalty: float = field(
         "grpo/overlong_penalty",

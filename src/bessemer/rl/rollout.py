@@ -137,12 +137,13 @@ class GRPOTrainerConfig(EpisodeSettings, DecodingSettings, BaseTrainerConfig):
         "grpo/mini_batches", default=1, minimum=1, help="optimizer steps in one pass, batch_size completions each"
     )
     sync_interval: int = field(
-        "grpo/sync_interval", default=200, minimum=0, help="steps after which the reference is taken anew; 0 = never"
+        "grpo/sync_interval",
+        default=200,
+        minimum=0,
+        help="steps after which the policy becomes the reference; 0 = never",
     )
     sync_moments: bool = field(
-        "grpo/sync_moments",
-        default=False,
-        help="start the optimizer's moments anew when the reference is taken anew (ProRL)",
+        "grpo/sync_moments", default=False, help="reset the optimizer's moments when the reference is replaced (ProRL)"
     )
     max_prompt_length: int | None = field(
         "grpo/max_prompt_length",
@@ -150,13 +151,13 @@ class GRPOTrainerConfig(EpisodeSettings, DecodingSettings, BaseTrainerConfig):
         minimum=1,
         help="longer prompts are left out, counted; none: what the block leaves beside a completion",
     )
-    top_p: float = field("grpo/top_p", default=1.0, above=0, maximum=1, help="of sampling; 1 = off")
-    top_k: int = field("grpo/top_k", default=0, minimum=0, help="of sampling; 0 = off")
+    top_p: float = field("grpo/top_p", default=1.0, above=0, maximum=1, help="top-p of sampling; 1 = off")
+    top_k: int = field("grpo/top_k", default=0, minimum=0, help="top-k of sampling; 0 = off")
     old_logprobs: str = field(
         "grpo/old_logprobs",
         default="forward",
         choices=("forward", "sampler"),
-        help="of the policy that sampled: from a training pass over the rollout, or as the sampler gave them",
+        help="log-probabilities of the policy that sampled: from a training pass over the rollout, or the sampler's",
     )
     importance: str = field(
         "grpo/importance",
@@ -197,14 +198,14 @@ class GRPOTrainerConfig(EpisodeSettings, DecodingSettings, BaseTrainerConfig):
         default=0.0,
         minimum=-1e6,
         maximum=1e6,
-        help="grpo.curriculum=pass_rate leaves out mean rewards up to it",
+        help="grpo.curriculum=pass_rate leaves out prompts whose mean reward is at most this",
     )
     pass_rate_high: float = field(
         "grpo/pass_rate_high",
         default=1.0,
         minimum=-1e6,
         maximum=1e6,
-        help="grpo.curriculum=pass_rate leaves out mean rewards from it on",
+        help="grpo.curriculum=pass_rate leaves out prompts whose mean reward is at least this",
     )
     pass_rate_rest: int = field(
         "grpo/pass_rate_rest",

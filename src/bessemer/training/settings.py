@@ -63,7 +63,7 @@ class BaseTrainerConfig:
         default=None,
         minimum=1,
         also=(-1,),
-        help="the same in tokens (a multiple of architecture.block_size); -1 derives it from the model's size",
+        help="batch size in tokens (a multiple of architecture.block_size); -1 derives it from the model's size",
     )
     per_device_batch_size: int = field(
         "training/per_device_batch_size",
