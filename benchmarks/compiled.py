@@ -4,7 +4,7 @@
     python benchmarks/compiled.py decode --model 8b --rows 64 --lora 16
     python benchmarks/compiled.py decode --model 1b --rows 1 --weights int8 --topology h100:1
 
-Needs the extra `gpu-plan`, no GPU. `step` is the training step of `bessemer train sft` on rows of 2,048 tokens, `decode`
+Needs the extra `gpu-plan`, no GPU. `step` is the step of `bessemer train sft` on rows of 2,048 tokens, `decode`
 one step of the sampling engine; the models are those of plan_memory.py, by their configuration alone. The most costly
 kinds of instruction are listed with the bytes of their operands and results (an operand that is read in part counts
 whole), then one JSON line: kernels, bytes moved by kind of kernel, and the memory that the compiler planned.

@@ -82,11 +82,7 @@ def british(word: str) -> str | None:
 def markdown(path: Path) -> Iterator[Finding]:
     """Yield the findings of a Markdown file."""
     text = path.read_text(encoding="utf-8")
-    lines, code = [], False
-    for line in text.splitlines():
-        fence = FENCE.match(line) is not None
-        code ^= fence
-        lines.append("" if code or fence else CODE.sub("`", line))
+    lines = ["" if code else CODE.sub("`", line) for line, code in in_code(text)]
     if relative(path) not in rules().wide and (wrapped := wrap(text)) != text:
         pairs = zip(text.splitlines(), wrapped.splitlines(), strict=False)
         first = next(number for number, (old, new) in enumerate(pairs, start=1) if old != new)
@@ -95,19 +91,29 @@ def markdown(path: Path) -> Iterator[Finding]:
         yield Finding(path, number + 1, problem)
 
 
+def in_code(text: str) -> Iterator[tuple[str, bool]]:
+    """Yield each line of Markdown, and whether it is code or a fence. A block ends with the fence it began with."""
+    opened = ""
+    for line in text.splitlines():
+        fence = FENCE.match(line)
+        mark = fence[1] if fence else ""
+        yield line, bool(opened or mark)
+        if mark and not opened:
+            opened = mark
+        elif mark and mark == opened:
+            opened = ""
+
+
 def wrap(text: str) -> str:
     """Return Markdown whose paragraphs and list items have no line beyond WIDTH. Code, tables, headings and whatever
     else depends on its lines stay as they are, and so do paragraphs without such a line."""
     out: list[str] = []
     block: list[str] = []
-    code = False
-    for line in text.splitlines():
-        fence = FENCE.match(line) is not None
-        code ^= fence
-        if code or fence or PLAIN.match(line) is None or ITEM.match(line):
+    for line, code in in_code(text):
+        if code or PLAIN.match(line) is None or ITEM.match(line):
             out += wrapped(block)
             block = []
-        if code or fence or PLAIN.match(line) is None:
+        if code or PLAIN.match(line) is None:
             out.append(line)
         else:
             block.append(line)

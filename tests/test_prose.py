@@ -41,6 +41,13 @@ def test_code_is_not_read_and_lines_are_named(tmp_path: Path) -> None:
     assert [one.line for one in markdown(page)] == [9]
 
 
+def test_a_block_of_code_ends_with_the_fence_it_began_with(tmp_path: Path) -> None:
+    """An underline of tildes inside a block once hid the rest of its page."""
+    page = tmp_path / "page.md"
+    page.write_text("```\nsome code\n     ~~~~\n```\n\nA colour.\n")
+    assert [one.line for one in markdown(page)] == [6]
+
+
 def test_docstrings_and_help_texts_are_read(tmp_path: Path) -> None:
     module = tmp_path / "module.py"
     module.write_text('"""The colour."""\ncolour = field("a/b", help="size of the centre")\n# a comment: behaviour\n')
