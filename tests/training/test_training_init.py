@@ -70,7 +70,7 @@ def same_weights(trainer: BaseTrainer, step: int) -> bool:
 def test_tokenizer_and_shapes_come_from_the_start_over_the_recipe(start: Path) -> None:
     trainer = build(start, init=str(start))
     assert trainer.model.width == 32 and trainer.model.depth == 2  # the recipe says 128 and 3
-    assert trainer.tokenizer is not None and trainer.tokenizer.vocab_size == 300  # the recipe says train:4096
+    assert trainer.tokenizer is not None and trainer.tokenizer.vocab_size == 300  # the recipe says train:1024
     assert trainer.model.block_size == 256  # what the recipe or the caller says about the length stays
     assert trainer.config["init"].endswith("step_00000020")
     note = trainer.derived["init"]
